@@ -21,7 +21,8 @@ class MlpConfig(Checked):
 class MlpSwitches(Switches):
     """Which of its operations run fused."""
     enable_fused_relu: bool = option(True, "bias and ReLU within their GEMM", preset=True, title="Fused ReLU")
-    enable_fused_residual: bool = option(False, "the residual within its GEMM", preset=True, rung=4)
+    enable_fused_residual: bool = option(False, "the residual in the epilogue of its GEMM", preset=True,
+                                         rung=4)
 
 
 KNOWN = dict(file=__file__, about=__doc__, suffix="mlp", version="mlp", model_config=MlpConfig,
@@ -36,40 +37,54 @@ from fusion_lab.kernels.library.custom_gradients import LinearReLU
 from tiny_openfold_v2 import Trainer, main
 
 
-class Layer(nn.Module):
-    def __init__(self, width, fusion):
-        super().__init__()
-        self.up, self.down, self.fusion = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), fusion
+class Up(nn.Linear):
+    fused = False
 
     def forward(self, x):
-        hidden = LinearReLU.of(x, self.up) if self.fusion.enable_fused_relu else self.up(x).relu()
-        if self.fusion.enable_fused_residual and not torch.is_autocast_enabled(x.device.type):
-            return torch.addmm(x, hidden, self.down.weight.t()) + self.down.bias
-        return x + self.down(hidden)
+        return LinearReLU.of(x, self) if self.fused else super().forward(x).relu()
+
+
+class Down(nn.Linear):
+    fused = False
+
+    def forward(self, x, hidden):
+        if self.fused and not torch.is_autocast_enabled(x.device.type):
+            return torch.addmm(x, hidden, self.weight.t()) + self.bias
+        return x + super().forward(hidden)
 
 
 class Mlp(nn.Module, Model):
-    SUBLAYERS = ("layer",)
+    SUBLAYERS = ("up", "down")
 
     def __init__(self, config, fusion):
         super().__init__()
-        self.fusion = fusion
+        self.config, self.fusion, wide = config, fusion, 4 * config.width
         self.shift = nn.Parameter(torch.zeros(config.width))  # so that the first input wants a gradient
-        self.layers = nn.ModuleList(Layer(config.width, fusion) for _ in range(config.depth))
-        for layer in self.layers if fusion.enable_torch_compile else ():
-            layer.compile()
+        self.up = nn.ModuleList(Up(config.width, wide) for _ in range(config.depth))
+        self.down = nn.ModuleList(Down(wide, config.width) for _ in range(config.depth))
+        for up, down in zip(self.up, self.down, strict=True):
+            up.fused, down.fused = fusion.enable_fused_relu, fusion.enable_fused_residual
+            if fusion.enable_torch_compile:
+                up.compile()
+                down.compile()
 
-    def forward(self, x, target):
-        """x, target (B, width); returns dict(output=(B, width), loss=())."""
-        output = nn.Sequential(*self.layers)(x + self.shift)
-        return dict(output=output, loss=(output - target).square().mean())
+    def forward(self, x, target, mask):
+        """x, target (B, width), mask (B,); returns dict(output=(B, width), loss=())."""
+        x = x + self.shift
+        for up, down in zip(self.up, self.down, strict=True):
+            x = down(x, up(x))
+        return dict(output=x, loss=((x - target).square().mean(-1) * mask).sum() / mask.sum())
+
+    def defined(self, output, batch):
+        return dict(output=output["output"] * batch["mask"][:, None], loss=output["loss"])
 
     def sublayers(self):
-        return [("layer", layer) for layer in self.layers if not self.fusion.enable_torch_compile]
+        both = [("up", self.up), ("down", self.down)]
+        return [] if self.fusion.enable_torch_compile else [(n, m) for n, ms in both for m in ms]
 
 
 class Numbers(Data):
-    """Random vectors and their images under a fixed map."""
+    """Random vectors and their images under a fixed random map."""
 
     def __init__(self, settings):
         self.size, self.seed = (settings.training.batch_size, settings.model.width), settings.training.seed
@@ -79,7 +94,12 @@ class Numbers(Data):
 
     def batch(self, step):
         x = torch.randn(self.size, generator=torch.Generator().manual_seed(self.seed + step))
-        return dict(x=x, target=x.flip(-1) * 0.5)
+        return dict(x=x, target=x.flip(-1) * 0.5, mask=torch.ones(len(x)))
+
+    def check_batch(self):
+        batch = self.batch(0)
+        batch["mask"][-1] = 0
+        return batch
 
 
 PROGRAM = Program(**KNOWN, model=Mlp, data=Numbers, trainer=Trainer)

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -206,23 +205,22 @@ def test_the_record_is_complete(program):
     settings, kind = small(program), program.fusion_config
     names = [f.name for part in PARTS for f in dataclasses.fields(getattr(settings, part))]
     assert len(names) == len(set(names)) and set(program.axes) <= set(names)
-    assert next(iter(program.axes)) == "batch_size" and program.tiny.keys() <= set(names)
-    assert {*program.titles.values(), *program.headline} <= set(kind.names())
+    assert next(iter(program.axes)) == "batch_size" and program.demo.keys() <= set(names)
+    assert set(kind.titles().values()) <= set(kind.names())
     assert all(program.result(kind).endswith(f"_{program.suffix}.json") for kind in ("accuracy", "x"))
     trainer = program.trainer(program, settings, CPU)
-    assert set(program.sublayers) == {name for name, _ in trainer.model.sublayers()}
-    counts = Counter(name for name, _ in trainer.model.sublayers())
-    assert program.blocks(settings) in counts.values() and {*counts.values()} <= {1, program.blocks(settings)}
-    source = program.open_source(settings)
+    assert set(program.model.SUBLAYERS) == {name for name, _ in trainer.model.sublayers()}
+    source = program.data(settings)
     first, again = source.batch(3), source.batch(3)
     assert all(torch.equal(first[key], again[key]) for key in first) and source.describe()
-    assert set(program.costs(settings) or {}) >= set(program.sublayers) or program.costs(settings) is None
+    costs = trainer.model.costs(settings.training)
+    assert costs == {} or costs.keys() >= set(program.model.SUBLAYERS)
 
 
 def test_every_parameter_gets_a_gradient(program):
     trainer = program.trainer(program, small(program), CPU)
-    accuracy.shake(program, trainer.model)
-    trainer.forward(program.check_batch(trainer.settings, CPU))["loss"].backward()
+    accuracy.shake(trainer.model)
+    trainer.forward(program.data(trainer.settings).check_batch())["loss"].backward()
     sums = {name: p.grad is not None and bool(p.grad.any()) for name, p in trainer.model.named_parameters()}
     embedding = {name for name in sums if "embedding" in name}  # rows of tokens that do not occur get none
     assert all(got for name, got in sums.items() if name not in embedding), sums
@@ -231,9 +229,9 @@ def test_every_parameter_gets_a_gradient(program):
 def test_a_step_asks_for_the_same_loss(program):
     """And for no more than a training step needs."""
     trainer = program.trainer(program, small(program), CPU)
-    accuracy.shake(program, trainer.model)
-    batch, asked = program.check_batch(trainer.settings, CPU), []
-    whole, part = trainer.forward(batch), trainer.forward(batch | program.in_a_step)
+    accuracy.shake(trainer.model)
+    batch, asked = program.data(trainer.settings).check_batch(), []
+    whole, part = trainer.forward(batch), trainer.forward(batch, only_loss=True)
     assert part.keys() <= whole.keys() and all(torch.equal(part[key], whole[key]) for key in part)
     trainer.model.register_forward_hook(lambda *given: asked.append(given[-1]))
     assert torch.equal(trainer.step(batch), whole["loss"]) and asked[0].keys() == part.keys()
@@ -249,7 +247,7 @@ def test_one_seed_gives_one_model_under_all_switches(program):
 def test_a_checkpoint_crosses_settings(program, tmp_path):
     settings = small(program)
     trainer = program.trainer(program, settings, CPU)
-    batches = [program.open_source(settings).batch(step) for step in range(2)]
+    batches = [program.data(settings).batch(step) for step in range(2)]
     trainer.step(batches[0])
     torch.save(snapshot(trainer), tmp_path / "saved.pt")
     expected = trainer.step(batches[1]).item()
@@ -272,7 +270,7 @@ class FromNumbers(TorchDispatchMode):
 def test_a_step_takes_no_numbers_from_the_host(program):
     """Of what a CUDA graph refuses this is one thing; results brought to the host are another."""
     for settings in each_switch(program, small(program)):
-        trainer, batch = program.trainer(program, settings, CPU), program.check_batch(settings, CPU)
+        trainer, batch = program.trainer(program, settings, CPU), program.data(settings).check_batch()
         trainer.step(batch)  # in which the optimizer makes its state
         with FromNumbers() as found:
             trainer.step(batch)
@@ -287,7 +285,7 @@ def test_accuracy_passes_and_catches_a_generic_mutant(program):
     """The mutant's fused path loses one part in ten thousand of one sub-layer's output."""
     settings = small(program)
     assert accuracy.compare_numerics(program, settings, CPU)[1] == []
-    for sublayer in program.sublayers:
+    for sublayer in program.model.SUBLAYERS:
         def mutant(config, fusion, sublayer=sublayer):
             model = program.model(config, fusion)
             if fusion != program.fusion_config.preset(False):
@@ -324,7 +322,8 @@ def test_a_profiler_session_attributes_nine_tenths_of_forward_to_sublayers(progr
     assert result.returncode == 0, result.stderr + result.stdout
     analysis = json.loads((tmp_path / "p" / "fusion_analysis.json").read_text())
     names = {entry["name"] for entry in analysis["sublayers"]}
-    assert names == {*program.sublayers, "rest"} and len(analysis["roofline"]) == len(program.sublayers)
+    assert names == {*program.model.SUBLAYERS, "rest"}
+    assert len(analysis["roofline"]) == len(program.model.SUBLAYERS)
     forward = {kind: sum(e["total_us"] for e in analysis["sublayers"] if e["direction"] == "forward"
                          and (e["name"] == "rest") == (kind == "rest")) for kind in ("rest", "within")}
     assert forward["within"] > 0.9 * sum(forward.values())

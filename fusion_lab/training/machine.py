@@ -5,7 +5,6 @@ import os
 import platform
 import shutil
 import subprocess
-from pathlib import Path
 
 import torch
 
@@ -90,11 +89,16 @@ def free_memory(device):
             line = next(line for line in file if line.startswith("MemAvailable"))
             found.append(1024 * int(line.split()[1]))
     with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-        used, limit = (int(Path(f"/sys/fs/cgroup/memory.{kind}").read_text()) for kind in ("current", "max"))
-        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        used, limit = (int(text_of(f"/sys/fs/cgroup/memory.{kind}")) for kind in ("current", "max"))
+        lines = text_of("/sys/fs/cgroup/memory.stat").splitlines()
         statistics = dict(line.split() for line in lines)
         found.append(limit - used + int(statistics.get("file", 0)))  # a cache gives way
     return min(found, default=None)
+
+
+def text_of(path):
+    with open(path, encoding="utf-8") as file:
+        return file.read()
 
 
 def cpu_name():

@@ -89,7 +89,7 @@ def small():
     settings = PROGRAM.settings(**SMALL)
     torch.manual_seed(0)
     model = PROGRAM.model(settings.model, settings.fusion).double()
-    batch = backbones.masked_batch(settings, CPU)
+    batch = backbones.Backbones(settings).check_batch()
     return settings, model, {k: x.double() if x.is_floating_point() else x for k, x in batch.items()}
 
 
@@ -142,7 +142,7 @@ def test_missing_neighbours_and_unknown_residues_do_not_count(small):
 @pytest.mark.slow
 def test_a_default_step_has_about_half_the_arithmetic_and_three_fifths_of_the_memory():
     settings = PROGRAM.settings(batch_size=1, seq_len=48)  # as many as neighbours
-    batch = PROGRAM.open_source(settings).batch(0)
+    batch = PROGRAM.data(settings).batch(0)
     flops, saved = [], []
     for fusion in (PROGRAM.fusion_config.preset(False), settings.fusion):
         flops.append(sum(flops_by_sublayer(PROGRAM, replace(settings, fusion=fusion)).values()))
@@ -186,7 +186,7 @@ def test_a_batch_by_hand():
 
 
 def test_held_out_backbones_are_never_trained_on():
-    source = PROGRAM.open_source(PROGRAM.settings(**SMALL))
+    source = PROGRAM.data(PROGRAM.settings(**SMALL))
     held_out = {batch["X"].numpy().tobytes() for batch in source.evaluation()}
     assert len(held_out) == len(source.held_out) == 16
     for step in range(20):
@@ -206,7 +206,7 @@ def test_an_evaluation_is_of_every_residue_held_out():
             odd = S[..., None] % 2
             return dict(log_probs=torch.where(F.one_hot(S, 21) == 1, -(1 + odd) * math.log(2), torch.where(
                 F.one_hot((S + odd[..., 0]) % 21, 21) == 1, 0.0, -9.0)))
-    source = PROGRAM.open_source(PROGRAM.settings(**SMALL))
+    source = PROGRAM.data(PROGRAM.settings(**SMALL))
     tokens = np.concatenate([tokens for tokens, _ in source.made(backbones.HELD_OUT)])
     even = (tokens % 2 == 0).mean()
     found = backbones.evaluate(SimpleNamespace(model=Known(), device=CPU), source)
@@ -224,10 +224,10 @@ def test_the_message_kernel_changes_nothing(monkeypatch):
     monkeypatch.setattr(kernels, "hears", lambda edges: True)  # on the CPU, in the interpreter
     plain = PROGRAM.settings(**{**SMALL, "seq_len": 8})
     kernel = plain.having(enable_message_kernel=True)
-    batch, found = PROGRAM.check_batch(plain, CPU), []
+    batch, found = PROGRAM.data(plain).check_batch(), []
     for settings in (plain, kernel, kernel.having(enable_edge_fusion=False, enable_split_fusion=False)):
         trainer = PROGRAM.trainer(PROGRAM, settings, CPU)
-        accuracy.shake(PROGRAM, trainer.model)
+        accuracy.shake(trainer.model)
         found.append(accuracy.results_and_gradients(trainer, batch))
     for name, expected in found[0].items():
         scale = max(expected.abs().max().item(), 1e-2)
@@ -240,7 +240,7 @@ def test_the_message_kernel_changes_nothing(monkeypatch):
 def test_it_learns():
     small = dict(hidden_dim=32, num_layers=1, batch_size=4)
     settings = PROGRAM.settings(**{**PROGRAM.demo, **small}, device="cpu")
-    source, trainer = PROGRAM.open_source(settings), PROGRAM.trainer(PROGRAM, settings, CPU)
+    source, trainer = PROGRAM.data(settings), PROGRAM.trainer(PROGRAM, settings, CPU)
     for step in range(80):
         trainer.step(source.batch(step))
     found = backbones.evaluate(trainer, source)

@@ -77,7 +77,7 @@ def test_equals_transformers_under_all_switches(reference):
 
 def test_labels_are_the_next_bytes_and_no_logit_sees_a_later_one():
     settings = PROGRAM.settings(**SIZES, seq_len=16, batch_size=2, data=str(ROOT / "README.md"))
-    source = PROGRAM.open_source(settings)
+    source = PROGRAM.data(settings)
     batch = source.batch(0)
     assert torch.equal(batch["ids"][:, 1:], batch["targets"][:, :-1])
     whole = source.seen.tobytes()
@@ -133,7 +133,7 @@ def test_held_out_files_are_never_read_in_training(tmp_path):
     assert 0 < len(held_out) < 15
     for name in names:
         (tmp_path / name).write_bytes(bytes([1 if name in held_out else 2]) * 50)
-    source = PROGRAM.open_source(PROGRAM.settings(**SIZES, seq_len=16, data=str(tmp_path)))
+    source = PROGRAM.data(PROGRAM.settings(**SIZES, seq_len=16, data=str(tmp_path)))
     assert sorted(source.held_out) == sorted(held_out) and not set(source.names) & set(held_out)
     assert (source.seen == 2).all() and (source.unseen == 1).all()
     assert all((source.batch(step)["ids"] == 2).all() for step in range(5))
@@ -141,7 +141,7 @@ def test_held_out_files_are_never_read_in_training(tmp_path):
     assert (batch["targets"] == 1).all()
     one = tmp_path / "one"
     one.write_bytes(bytes(range(250)))
-    source = PROGRAM.open_source(PROGRAM.settings(**SIZES, seq_len=16, data=str(one)))
+    source = PROGRAM.data(PROGRAM.settings(**SIZES, seq_len=16, data=str(one)))
     assert source.seen.tolist() == [*range(225)] and source.unseen.tolist() == [*range(225, 250)]
 
 
@@ -151,12 +151,12 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
                           (dict(data=str(tmp_path / "short")), "only 3 bytes held out"),
                           (dict(vocab_size=64), "256 kinds")):
         with pytest.raises(UserError, match=words):
-            PROGRAM.open_source(PROGRAM.settings(**SIZES, **values, seq_len=16))
+            PROGRAM.data(PROGRAM.settings(**SIZES, **values, seq_len=16))
 
 
 def test_the_standard_library_is_there_and_the_same_every_time():
     settings = PROGRAM.settings(**SIZES, seq_len=16)
-    first, second = PROGRAM.open_source(settings), PROGRAM.open_source(settings)
+    first, second = PROGRAM.data(settings), PROGRAM.data(settings)
     assert first.sha256 == second.sha256 and len(first.seen) > 5e6 and len(first.unseen) > 3e5
     assert not any("test" in name.split("/") or "site-packages" in name for name in first.names)
     assert {"ast.py", "json/decoder.py"} <= {*first.names, *first.held_out}
@@ -208,7 +208,7 @@ def test_an_ultra_fused_block_is_one_kernel():
     counts = []
     for layers in (1, 3):
         settings = on_gpu(num_layers=layers, enable_master_weights=True)
-        trainer, batch = PROGRAM.trainer(PROGRAM, settings, device), PROGRAM.check_batch(settings, device)
+        trainer, batch = PROGRAM.trainer(PROGRAM, settings, device), PROGRAM.data(settings).check_batch()
         with torch.no_grad():
             trainer.forward(batch)
             counts.append(len(gpu_kernels(lambda t=trainer, b=batch: t.forward(b))))
@@ -297,8 +297,8 @@ def results(**switches):
     """Outputs and all gradients, of a sequence shorter than the model was made for."""
     settings = PROGRAM.settings(**{**SIZES, "intermediate_size": 40}, seq_len=16, batch_size=2, **switches)
     trainer = PROGRAM.trainer(PROGRAM, settings, CPU)
-    accuracy.shake(PROGRAM, trainer.model)
-    batch = {name: x[:, :11] for name, x in PROGRAM.check_batch(settings, CPU).items()}
+    accuracy.shake(trainer.model)
+    batch = {name: x[:, :11] for name, x in PROGRAM.data(settings).check_batch().items()}
     return accuracy.results_and_gradients(trainer, batch)
 
 
@@ -374,7 +374,7 @@ def test_compiled_graphed_steps_with_the_pointwise_kernel_are_eager_steps():
         settings = on_gpu(enable_ultra_block=False, enable_pointwise_kernel=fast, enable_torch_compile=fast,
                           enable_cuda_graphs=fast, enable_master_weights=True)
         process_settings(settings, device)
-        source, trainer = PROGRAM.open_source(settings), PROGRAM.trainer(PROGRAM, settings, device)
+        source, trainer = PROGRAM.data(settings), PROGRAM.trainer(PROGRAM, settings, device)
         losses.append([trainer.step(to_device(source.batch(n), device)).item() for n in range(5)])
         assert (trainer.graph is not None) == fast
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
@@ -398,7 +398,7 @@ def test_attention_stays_fused_behind_the_pointwise_kernel():
 def test_it_learns():
     small = dict(hidden_size=64, intermediate_size=128, num_layers=2, seq_len=64, eval_windows=32)
     settings = PROGRAM.settings(**{**PROGRAM.demo, **small}, device="cpu")
-    source, trainer = PROGRAM.open_source(settings), PROGRAM.trainer(PROGRAM, settings, CPU)
+    source, trainer = PROGRAM.data(settings), PROGRAM.trainer(PROGRAM, settings, CPU)
     for step in range(100):
         trainer.step(source.batch(step))
     assert text.evaluate(trainer, source)["held_out"] < 4.2

@@ -382,7 +382,7 @@ def test_selective_checkpointing_gives_the_same_gradients():
                          enable_cuda_graphs=False)
         process_settings(given, torch.device(DEVICE))
         trainer = tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
-        accuracy.shake(tof.PROGRAM, trainer.model)
+        accuracy.shake(trainer.model)
         trainer.forward(to_device(SyntheticProteins(given).batch(0), trainer.device))["loss"].backward()
         found.append({name: p.grad.float() for name, p in trainer.model.named_parameters()})
     for name, expected in found[0].items():

@@ -96,7 +96,7 @@ def test_a_compiled_block_keeps_as_little_and_knows_its_operations(monkeypatch):
         torch.manual_seed(0)
         block = tof.FusedEvoformerBlock(config, replace(tof.FusionConfig.ultra(),
                                                         enable_selective_checkpointing=again))
-        accuracy.shake(tof.PROGRAM, block)
+        accuracy.shake(block)
         block = block.bfloat16()
         call = torch.compile(block, fullgraph=True, dynamic=False, options=dict(
             post_grad_custom_post_pass=Watched(False, "cpu")))

@@ -250,7 +250,7 @@ def test_retune_runs_one_step_and_keeps_what_wins(kernels, compiled, tmp_path, m
     monkeypatch.setattr(tuner, "cache_file", lambda: tmp_path / "cache.json")
     monkeypatch.setattr(tuner, "gpu", lambda: "sm_90")
     monkeypatch.setattr(tuner, "fastest", lambda key, candidates, run: candidates[1])
-    program = dataclasses.replace(tof.PROGRAM, trainer=Trainer, open_source=lambda settings: SimpleNamespace(
+    program = dataclasses.replace(tof.PROGRAM, trainer=Trainer, data=lambda settings: SimpleNamespace(
         batch="batch {}".format))
     if not kernels:
         with pytest.raises(UserError, match="no Triton kernel ran"):

@@ -121,7 +121,7 @@ def test_three_runs_have_the_same_weights_and_their_own_precision(monkeypatch):
     assert exact["output"][-1].abs().max() == 0 < exact["output"][0].abs().max()  # masked
     assert (exact["output"] - baseline["output"]).abs().max() < 1e-5
     trainer = SECOND.trainer(SECOND, SECOND.settings(**SMALL), CPU)
-    batch = SECOND.check_batch(trainer.settings, CPU)
+    batch = SECOND.data(trainer.settings).check_batch()
     once, again = (accuracy.results_and_gradients(trainer, batch) for _ in range(2))
     assert all(torch.equal(once[name], again[name]) for name in once)  # gradients do not pile up
 
@@ -148,16 +148,16 @@ def test_baseline_exact_and_fused_runs_by_their_settings(monkeypatch):
 def test_shaken_weights_differ_from_those_of_an_initialised_model():
     """By half a standard deviation of an initialised matrix, and by 0.1 in vectors, which begin at 0."""
     noted, model = [], Mlp(SECOND.model_config(width=400), SECOND.fusion_config())
-    program = replace(SECOND, shake=noted.append)
+    model.shake = lambda: noted.append(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    accuracy.shake(program, model)
+    accuracy.shake(model)
     spread = {name: (p - before[name]).std().item() for name, p in model.named_parameters()}
     assert noted == [model] and spread["shift"] == pytest.approx(0.1, rel=0.1)
     assert spread["up.0.weight"] == pytest.approx(0.5 / 20, rel=0.01)
     assert spread["down.1.weight"] == pytest.approx(0.5 / 40, rel=0.01)
     again = Mlp(SECOND.model_config(width=400), SECOND.fusion_config())
     again.load_state_dict(before)
-    accuracy.shake(program, again)
+    accuracy.shake(again)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
 
@@ -255,7 +255,7 @@ def test_validation_by_its_reasons(monkeypatch, capsys):
 
 def test_a_gradient_that_never_came_is_zero_and_one_that_came_is_not():
     trainer = SECOND.trainer(replace(SECOND, model=Deaf), SECOND.settings(**SMALL), CPU)
-    batch = SECOND.check_batch(trainer.settings, CPU)
+    batch = SECOND.data(trainer.settings).check_batch()
     assert not any(t.any() for t in optimizer_state(trainer, "exp_avg_sq").values())
     trainer.step(batch)
     squares = optimizer_state(trainer, "exp_avg_sq")

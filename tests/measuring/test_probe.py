@@ -24,7 +24,7 @@ SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_d
 
 def test_saved_activations_of_a_transition_within_one_percent_of_a_hand_count():
     settings = tof.PROGRAM.settings(**SMALL, **vars(tof.FusionConfig.preset(False)))
-    saved = probe(tof.Trainer(tof.PROGRAM, settings, CPU), tof.PROGRAM.open_source(settings).batch(0)).saved
+    saved = probe(tof.Trainer(tof.PROGRAM, settings, CPU), tof.PROGRAM.data(settings).batch(0)).saved
     pairs, c = 2 * 16 * 16, 16
     # Norm: input, mean, factor. linear1: the norm's output. relu: its output, which linear2 keeps as well.
     by_hand = 4 * pairs * (c + 2 + c + 4 * c)
@@ -33,7 +33,7 @@ def test_saved_activations_of_a_transition_within_one_percent_of_a_hand_count():
 
 def second(**values):
     settings = SECOND.settings(**{**dict(width=8, depth=2, batch_size=3, device="cpu"), **values})
-    return SECOND.trainer(SECOND, settings, CPU), SECOND.open_source(settings).batch(0)
+    return SECOND.trainer(SECOND, settings, CPU), SECOND.data(settings).batch(0)
 
 
 class Counting:
@@ -76,11 +76,11 @@ def test_the_first_step_is_counted_as_those_after_it():
 
 
 def made_up(device, graph=None, state=None, compiled=False):
-    """A trainer whose steps say "a", and a batch; its program adds to the batches of its steps."""
+    """A trainer whose steps say "a", and a batch."""
     trainer, batch = second()
     fusion = replace(trainer.settings.fusion, enable_torch_compile=compiled)
     made = SimpleNamespace(
-        program=SimpleNamespace(in_a_step=dict(mask=batch.pop("mask"))), graph=graph, device=device,
+        program=trainer.program, graph=graph, device=device,
         settings=replace(trainer.settings, fusion=fusion), optimizer=SimpleNamespace(state=state),
         model=trainer.model, steps=[], step=lambda batch: made.steps.append(batch) or "a",
         forward=trainer.forward)
@@ -140,7 +140,7 @@ def test_memory_of_an_evaluation_is_not_that_of_a_step(monkeypatch):
 def test_warm_up_times_its_steps_and_leaves_nothing_behind(monkeypatch, capsys):
     trainer, _ = second(warmup_steps=3)
     trainer.step_number = 4
-    batch = SECOND.open_source(trainer.settings).batch(4)
+    batch = SECOND.data(trainer.settings).batch(4)
     ticks, asked = iter([0.0, 5.0, 10.0, 11.0, 20.0, 22.0]), []
 
     def noted(trainer, given, count_launches):
@@ -152,18 +152,18 @@ def test_warm_up_times_its_steps_and_leaves_nothing_behind(monkeypatch, capsys):
     monkeypatch.setattr(probe_module, "probe", noted)
     before, step = [p.detach().clone() for p in trainer.model.parameters()], trainer.step
     trainer.step = lambda batch: asked.append("step") or step(batch)
-    found = warm_up(trainer, SECOND.open_source(trainer.settings))
+    found = warm_up(trainer, SECOND.data(trainer.settings))
     assert (found.warmup_time, found.first_step_time) == (8.0, 5.0)
     assert asked == ["step"] * 3 + [True]
     assert all(map(torch.equal, before, trainer.model.parameters()))
     assert capsys.readouterr().out == "Warming up: 3 steps, then counting memory and launches\n"
     trainer.training = replace(trainer.training, warmup_steps=0)
-    warm_up(trainer, SECOND.open_source(trainer.settings))
+    warm_up(trainer, SECOND.data(trainer.settings))
     assert capsys.readouterr().out == "Counting memory and launches\n"
     trainer.training = replace(trainer.training, warmup_steps=3)
     compiled = replace(trainer.settings, fusion=replace(trainer.settings.fusion, enable_torch_compile=True))
     trainer.settings = compiled.having(enable_rocm_profiling=True)
     stop = SimpleNamespace(signal=2)
-    found = warm_up(trainer, SECOND.open_source(trainer.settings), stop)
+    found = warm_up(trainer, SECOND.data(trainer.settings), stop)
     assert (found.warmup_time, found.first_step_time) == (0, None) and asked[4:] == [True, False]
     assert "compiles, which takes a minute or two" in capsys.readouterr().out

@@ -50,7 +50,7 @@ def given(fusion=None, **values):
 
 def trainer_and_batch(settings):
     """A trainer on the CPU and a batch with masks."""
-    return tof.Trainer(tof.PROGRAM, settings, CPU), tof.PROGRAM.check_batch(settings, CPU)
+    return tof.Trainer(tof.PROGRAM, settings, CPU), tof.PROGRAM.data(settings).check_batch()
 
 
 def failures(settings, device=CPU):
@@ -148,7 +148,7 @@ def test_reference_check_catches_mutants(reference, mutate, monkeypatch):
 def random_block(switches=(True,) * 4, **sizes):
     torch.manual_seed(0)
     block = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig(**{**SMALL, **sizes}), fusion(switches)).double()
-    accuracy.shake(tof.PROGRAM, block)
+    accuracy.shake(block)
     return block, torch.randn(2, 5, 7, 16).double(), torch.randn(2, 7, 7, 16).double()
 
 
@@ -233,7 +233,7 @@ def test_checkpointing_changes_memory_and_nothing_else(which, blocks, low, high)
     for enabled in (False, True):
         trainer, batch = trainer_and_batch(given(seq_len=16, num_blocks=blocks, dropout=0.5,
                                                  **{f"enable_{which}_checkpointing": enabled}))
-        accuracy.shake(tof.PROGRAM, trainer.model)
+        accuracy.shake(trainer.model)
         torch.manual_seed(0)
         saved = saved_activations(trainer.model, [], lambda t=trainer, b=batch: t.forward(b)["loss"])
         torch.manual_seed(0)
@@ -260,7 +260,7 @@ def test_embedding_and_heads_compile_as_one_graph_each(monkeypatch):
     graph = dict(fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(tof.TinyOpenFoldV2, "compile_options", lambda _: graph)
     trainer, batch = trainer_and_batch(given(enable_torch_compile=True))
-    accuracy.shake(tof.PROGRAM, trainer.model)
+    accuracy.shake(trainer.model)
     tokens, targets = batch["msa_tokens"], (batch["msa_targets"], batch["coords"], batch["coord_mask"])
     runs = []
     plain, compiled = (trainer.model.embed, trainer.model.heads), trainer.model.gpu_ends
@@ -280,7 +280,7 @@ def model_and_batch(switches=(True,) * 4, **sizes):
 
 def test_every_parameter_gets_a_gradient():
     trainer, batch = model_and_batch(seq_len=40)  # longer than the clipped relative positions
-    accuracy.shake(tof.PROGRAM, trainer.model)
+    accuracy.shake(trainer.model)
     trainer.forward(batch)["loss"].backward()
     assert [n for n, p in trainer.model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
@@ -292,7 +292,7 @@ def test_same_seed_same_weights_under_all_switches_and_every_checkpoint_loads_ev
         other = model_and_batch(switches)[0]
         state = other.model.state_dict()
         assert state.keys() == first.keys() and all(torch.equal(state[k], first[k]) for k in first), switches
-        accuracy.shake(tof.PROGRAM, other.model)
+        accuracy.shake(other.model)
         other.model.load_state_dict(first)
         torch.testing.assert_close(other.model(**batch)["loss"], expected)
 
@@ -300,7 +300,7 @@ def test_same_seed_same_weights_under_all_switches_and_every_checkpoint_loads_ev
 def test_packed_names_load_too_and_missing_ones_are_reported():
     for switches, name in (((True,) * 4, "qkv_proj"), ((True,) * 5, "qkv_gate_proj")):
         trainer, batch = model_and_batch(switches)
-        accuracy.shake(tof.PROGRAM, trainer.model)
+        accuracy.shake(trainer.model)
         expected = trainer.model(**batch)["loss"]
         packed = dict(trainer.model.named_parameters())
         assert any(name in n for n in packed) and not any(name in n for n in trainer.model.state_dict())
@@ -381,7 +381,7 @@ def test_master_weights_train_in_low_precision_and_pass_the_accuracy_rule():
     settings = given(use_amp=True, amp_dtype="bfloat16", learning_rate=1e-5, enable_master_weights=True)
     assert failures(settings) == []
     trainer, batch = trainer_and_batch(settings)
-    accuracy.shake(tof.PROGRAM, trainer.model)
+    accuracy.shake(trainer.model)
     assert trainer.forward(batch)["pair_repr"].dtype == torch.bfloat16
     assert all(p.data_ptr() % 16 == 0 for p in trainer.model.parameters())  # as GEMMs want them
     before = [w.clone() for w in trainer.weights.values()]
@@ -484,7 +484,7 @@ def test_losses_outlive_the_graphs_of_torch_compile():
 def test_graph_obeys_learning_rate_and_draws_new_dropout(monkeypatch):
     trainer, batches = gpu_trainer(dropout=0.3, enable_cuda_graphs=True)
     trainer.step(batches[0])
-    accuracy.shake(tof.PROGRAM, trainer.model)
+    accuracy.shake(trainer.model)
     monkeypatch.setattr(tof.recipe, "learning_rate", lambda training, step: 0.0)  # each step sets the rate
     assert len({trainer.step(batches[0]).item() for _ in range(4)}) == 4
     before = [p.clone() for p in trainer.model.parameters()]

@@ -7,7 +7,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
 from proteins.batches import SyntheticProteins
-from tests.model.test_layers import CPU, TINY, trainer_of
+from tests.model.test_layers import CPU, trainer_of
 
 SMALL = tof.TinyOpenFoldConfig(num_blocks=1, msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=3,
                                outer_product_dim=4)
@@ -98,7 +98,7 @@ def test_of_how_many_pairs_and_letters_losses_are_means():
     assert count(**coords, **letters, seq_mask=None).tolist() == [10, 3]
 
 
-# --- To a graph, to what a run begins with ----------------------------------------------------------------
+# --- To a graph, to modes ----------------------------------------------------------------
 
 def test_a_graph_is_captured_once_and_marks_every_phase(monkeypatch):
     trainer, events = trainer_of(ema_decay=0.5), []
@@ -115,32 +115,6 @@ def test_a_graph_is_captured_once_and_marks_every_phase(monkeypatch):
         assert trainer.step(batch, lambda: events.append("mark")) == 2.5
     assert events == ["captured", *2 * ["replayed", *3 * ["mark"]]] and trainer.average.steps == 2
     assert all(map(torch.equal, before, trainer.updated))
-
-
-class Stop(Exception):
-    pass
-
-
-def settings_of(tmp_path, **values):
-    return tof.PROGRAM.settings(**{**TINY, "device": "cpu", "profile_dir": str(tmp_path), **values})
-
-
-@pytest.mark.parametrize("values, expected", [
-    (dict(resume="r.pt"), ["load_run", "r.pt"]), (dict(init_from="i.pt"), ["load_weights", "i.pt"])])
-def test_what_a_run_continues(values, expected, tmp_path, monkeypatch):
-    calls = []
-
-    def stop(name):
-        def record(trainer, path, source):
-            assert isinstance(trainer, tof.Trainer) and isinstance(source, SyntheticProteins)
-            calls.extend([name, path])
-            raise Stop
-        return record
-    for name in ("load_run", "load_weights"):
-        monkeypatch.setattr(tof, name, stop(name))
-    with pytest.raises(Stop):
-        tof.train(tof.PROGRAM, settings_of(tmp_path, **values))
-    assert calls == expected
 
 
 def flags(tmp_path):
@@ -160,10 +134,8 @@ def test_modes_are_given_the_program_and_its_settings(tmp_path, monkeypatch):
     assert tof.run(["--contacts", "x.a3m"], program) == ("contacts", 4)
     compare = [*flags(tmp_path), "--compare-fusion"]
     for words, limits in (([], (None, 120.0)), (["--num-steps", "50"], (50, None)),
-                          (["--budget", "7.5"], (None, 7.5)),
                           (["--budget", "7", "--num-steps", "9"], (9, 7.0))):
-        assert tof.run([*compare, *words], program) == ("compare_fusion", 1, None, False, limits)
-    assert tof.run([*compare, "--combinations"], program) == ("compare_fusion", 1, None, True, (None, 120.0))
+        assert tof.run([*compare, *words], program) == ("compare_fusion", 1, None, limits)
     for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "0202", strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "a")

@@ -1,6 +1,5 @@
 """The optimizer step and the training loop against numbers worked out by hand: clipping, scaling, AdamW, what
 is restored; which step is logged, saved, evaluated and counted."""
-import contextlib
 import dataclasses
 import os
 import signal
@@ -12,7 +11,8 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.metrics import read_metrics
-from fusion_lab.training import reporting
+from fusion_lab.training import checkpoints
+from fusion_lab.training.evaluations import Evaluation
 from proteins.batches import SyntheticProteins
 from tests.model.test_layers import TINY, trainer_of
 from tests.support import last_json
@@ -88,8 +88,8 @@ def test_an_overflow_in_float16_skips_the_step_and_halves_the_scale():
 
 def test_a_trainer_passes_masks_on():
     trainer = trainer_of()
-    tof.accuracy.shake(tof.PROGRAM, trainer.model)
-    batch = tof.PROGRAM.check_batch(trainer.settings, CPU)
+    tof.accuracy.shake(trainer.model)
+    batch = tof.PROGRAM.data(trainer.settings).check_batch()
     found = [trainer.forward({key: value for key, value in batch.items() if key != left_out})["loss"].item()
              for left_out in ("", "seq_mask", "row_mask")]
     assert found[0] == trainer.model(**batch)["loss"].item() and len(set(found)) == 3
@@ -141,43 +141,34 @@ def flags_of(**values):
 
 def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
     """A run of the program with a clock whose step n takes 1, 2, 3 and 4 n² ms in its phases. Returns its
-    exit code, its step lines, its summary, its metrics and what was called: evaluations (step, final), checks
-    of losses (checked, first step), saved steps, steps that the profiler was told of."""
-    calls = dict(evaluate=[], require_finite=[], snapshot=[], profiling=[])
+    exit code, its step lines, its summary, its metrics and what was called: evaluations (step, final), saved
+    steps."""
+    calls = dict(evaluate=[], saved=[])
 
-    within = []
+    class Watched(SyntheticProteins):
+        def evaluate(self, trainer, stop, final=False):
+            calls["evaluate"].append((trainer.step_number, final))
+            if trainer.step_number == interrupt_at:
+                os.kill(os.getpid(), signal.SIGINT)
+            return Evaluation("evaluated", dict(score=0.5))
 
-    @contextlib.contextmanager
-    def unmeasured(device, found):
-        within.append(found)
-        yield
-        within.pop()
+        def finish(self, trainer, evaluations):
+            pass
 
-    def evaluate(trainer, source, stop, final=False):
-        assert len(within) == 1  # its memory is not the steps'
-        calls["evaluate"].append((trainer.step_number, final))
-        if trainer.step_number == interrupt_at:
-            os.kill(os.getpid(), signal.SIGINT)
-        return {}
-
-    def watch(owner, name, key, what):
-        real = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *given: calls[key].append(what(*given)) or real(*given))
+    def save(trainer, path):
+        calls["saved"].append(trainer.step_number)
+        checkpoints.save(trainer, path)
 
     with monkeypatch.context() as monkeypatch:
         monkeypatch.setattr(PhaseTimer, "seconds", lambda timer: 1e-3 * np.outer(
             np.arange(1, len(timer.steps) + 1) ** 2, [1.0, 2, 3, 4]))
         monkeypatch.setattr(tof.Metrics, "draw", lambda metrics: None)  # matplotlib takes its time
-        monkeypatch.setattr(tof, "unmeasured_memory", unmeasured)
-        watch(reporting, "require_finite", "require_finite", lambda losses, checked, first: (checked, first))
-        watch(tof, "save", "snapshot", lambda trainer, _: trainer.step_number)
-        watch(tof, "Profiling", "profiling", lambda *given: given[-1])
-        program = dataclasses.replace(tof.PROGRAM, evaluate=evaluate, evaluation_line=lambda _: "evaluated",
-                                      scores=lambda _: dict(score=0.5), closing=lambda *_: None)
-        code = tof.main(flags_of(profile_dir=tmp_path, save_checkpoint=tmp_path / "c.pt", **values), program)
+        monkeypatch.setattr(tof, "save", save)
+        code = tof.main(flags_of(profile_dir=tmp_path / "p", save_checkpoint=tmp_path / "c.pt", **values),
+                        dataclasses.replace(tof.PROGRAM, data=Watched))
     out = capsys.readouterr().out
     lines = [line.split(" | ") for line in out.splitlines() if line.startswith("Step ")]
-    return code, lines, last_json(out), read_metrics(tmp_path / "metrics.jsonl"), calls
+    return code, lines, last_json(out), read_metrics(tmp_path / "p" / "metrics.jsonl"), calls
 
 
 def test_a_run_step_by_step(tmp_path, monkeypatch, capsys):
@@ -192,23 +183,20 @@ def test_a_run_step_by_step(tmp_path, monkeypatch, capsys):
     performance = result["performance_summary"]
     assert (performance["first_loss"], performance["final_loss"]) == (losses[1], losses[6])
     assert performance["total_samples"] == 12 and performance["median_batch_time"] == pytest.approx(0.125)
-    assert list(result["contact_precision"]) == ["3", "final"]
-    assert (tmp_path / "performance_summary_v2.json").is_file()
+    assert list(result["evaluation"]) == ["3", "final"]
     assert [(e["step"], e["evaluation"]) for e in evaluations] == [(3, dict(score=0.5)), (6, dict(score=0.5))]
-    assert calls == dict(evaluate=[(3, False), (6, True)], require_finite=[(n, 0) for n in range(6)],
-                         snapshot=[2, 4, 6], profiling=[6])
+    assert calls == dict(evaluate=[(3, False), (6, True)], saved=[2, 4, 6])
 
 
 def test_a_resumed_and_interrupted_run_step_by_step(tmp_path, monkeypatch, capsys):
-    assert watched_run(tmp_path, monkeypatch, capsys, num_steps=3)[-1]["snapshot"] == [3]
+    assert watched_run(tmp_path, monkeypatch, capsys, num_steps=3)[-1]["saved"] == [3]
     code, lines, result, (steps, _), calls = watched_run(
         tmp_path, monkeypatch, capsys, interrupt_at=6, num_steps=20, eval_every=2, log_every=3,
         resume=tmp_path / "c.pt")
     assert code == 128 + signal.SIGINT and [line[0] for line in lines] == ["Step   6/20"]
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert result["performance_summary"]["total_samples"] == 6
-    assert calls == dict(evaluate=[(4, False), (6, False)], require_finite=[(n, 3) for n in range(3)],
-                         snapshot=[6], profiling=[17])
+    assert calls == dict(evaluate=[(4, False), (6, False)], saved=[6])
     _, lines, *_ = watched_run(tmp_path, monkeypatch, capsys, num_steps=9, resume=tmp_path / "c.pt")
     assert [line[0] for line in lines] == ["Step   9/9"]
 
@@ -218,12 +206,12 @@ def test_a_checkpoint_knows_what_its_run_has_learned_from(tmp_path, capsys):
         def __init__(self, settings):
             super().__init__(settings)
             self.names = ["b", "a"]
-    program = dataclasses.replace(tof.PROGRAM, open_source=Named, evaluate=None)
-    path = tmp_path / "c.pt"
-    assert tof.main(flags_of(profile_dir=tmp_path, save_checkpoint=path, num_steps=1), program) == 0
+    program = dataclasses.replace(tof.PROGRAM, data=Named)
+    path, flags = tmp_path / "c.pt", dict(profile_dir=tmp_path / "p", num_steps=1)
+    assert tof.main(flags_of(**flags, save_checkpoint=path), program) == 0
     assert torch.load(path, weights_only=True)["trained_on"] == ["a", "b"]
     capsys.readouterr()
-    assert tof.main(flags_of(profile_dir=tmp_path, save_checkpoint=tmp_path, num_steps=1), program) == 2
+    assert tof.main(flags_of(**flags, save_checkpoint=tmp_path), program) == 2
     assert "Warming up" not in capsys.readouterr().out  # what cannot be saved is not begun
 
 
@@ -237,4 +225,4 @@ def test_where_results_cannot_go_is_said_at_once(mode, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert tof.main([mode, "--profile-dir", str(tmp_path / "file")]) == 2
     streams = capsys.readouterr()
-    assert "cannot write into" in streams.err and streams.out == ""
+    assert "file" in streams.err and streams.err.count("\n") == 1 and streams.out == ""

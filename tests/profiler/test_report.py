@@ -230,9 +230,9 @@ def test_the_analysis_of_a_trace_of_a_cpu(compiled, tmp_path, monkeypatch):
     trainer = SimpleNamespace(program=SECOND, settings=given, device=CPU, world=ALONE)
     found = Findings(dict(up=3 * MB, rest=MB), 7, launches=5, peak_memory_mb=2.0)
     untraced = np.array([[1.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]])
-    result, trace = attribution.analysis_of(trainer, SECOND.open_source(given), found, untraced, str(path), 2)
+    result, trace = attribution.analysis_of(trainer, SECOND.data(given), found, untraced, str(path), 2)
     (batch, data_s, steps), = asked
-    assert torch.equal(batch["x"], SECOND.open_source(given).batch(0)["x"]) and (data_s, steps) == (2.0, 2)
+    assert torch.equal(batch["x"], SECOND.data(given).batch(0)["x"]) and (data_s, steps) == (2.0, 2)
     assert result.launch is None and result.launches_per_step == 5 and trace.steps == 2
     assert (result.unit, result.time_kind) == ("operation", "CPU time, without the profiler")
     assert (result.profile_steps, result.trace, result.flops_per_step) == (2, "t.json", 7)

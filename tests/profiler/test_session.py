@@ -27,7 +27,7 @@ from tests.support import ROOT, last_json, run_program
 
 CPU = torch.device("cpu")
 PROGRAM = tof.PROGRAM
-SIZES = dict(PROGRAM.tiny, msa_dim=16, pair_dim=16, outer_product_dim=4, batch_size=2, warmup_steps=1,
+SIZES = dict(num_blocks=1, num_seqs=8, seq_len=24, msa_dim=16, pair_dim=16, outer_product_dim=4, batch_size=2, warmup_steps=1,
              device="cpu")
 FLAGS = [word for name, value in SIZES.items() for word in ("--" + name.replace("_", "-"), value)]
 
@@ -40,7 +40,7 @@ def given(fused=True, **values):
 
 def two_steps_later(settings):
     """A trainer whose optimizer has its state, and a batch."""
-    trainer, batch = PROGRAM.trainer(PROGRAM, settings, CPU), PROGRAM.open_source(settings).batch(0)
+    trainer, batch = PROGRAM.trainer(PROGRAM, settings, CPU), PROGRAM.data(settings).batch(0)
     for _ in range(2):
         trainer.step(batch)
     return trainer, batch
@@ -54,7 +54,7 @@ def test_operations_by_sublayer_add_up_to_all(checkpointing):
     counts = operations_in_a_step(trainer, batch)
     assert sum(counts.values()) == probe(trainer, batch).launches and min(counts.values()) >= 0
     directions = ("forward", "backward", *[RECOMPUTE] * (checkpointing == "activation"))
-    assert {(name, d) for name in PROGRAM.sublayers for d in directions} <= set(counts)
+    assert {(name, d) for name in PROGRAM.model.SUBLAYERS for d in directions} <= set(counts)
 
 
 # Attribution, on a GPU trace made by hand
@@ -150,14 +150,15 @@ def test_trace_has_ranges_of_all_sublayers_in_both_directions(session):
     directory, result, _ = session
     events = read_trace(directory / result["trace"])
     found = {e["name"] for e in events if e.get("cat") == "user_annotation"}
-    assert {*PROGRAM.sublayers, *(f"{name}.backward" for name in PROGRAM.sublayers), "forward", "backward",
-            "data", "optimizer"} <= found
+    names = PROGRAM.model.SUBLAYERS
+    assert {*names, *(f"{name}.backward" for name in names), "forward", "backward", "data",
+            "optimizer"} <= found
 
 
 def test_session_attributes_time_and_operations(session):
     result = session[1]
     table = {(e["name"], e["direction"]): e for e in result["sublayers"]}
-    assert {(n, d) for n in PROGRAM.sublayers for d in ("forward", "backward")} <= set(table)
+    assert {(n, d) for n in PROGRAM.model.SUBLAYERS for d in ("forward", "backward")} <= set(table)
     assert sum(e["share"] for e in table.values()) == pytest.approx(1.0)
     assert sum(e["launches"] or 0 for e in table.values()) == result["launches_per_step"]
     assert result["coverage"]["unattributed"] == pytest.approx(0, abs=0.01)
@@ -169,7 +170,7 @@ def test_session_attributes_time_and_operations(session):
 
 def test_roofline_of_a_session(session):
     result = session[1]
-    assert [e["name"] for e in result["roofline"]] == list(PROGRAM.sublayers)
+    assert [e["name"] for e in result["roofline"]] == list(PROGRAM.model.SUBLAYERS)
     assert all(e["measured_s"] > 0 and "note" not in e for e in result["roofline"])
     assert {e["bound"] for e in result["roofline"]} <= {"compute", "memory", "launch"}
 
@@ -271,6 +272,7 @@ class PairScale(torch.nn.Module):
 
 class WithPairScale(tof.TinyOpenFoldV2):
     """TinyOpenFold with one more sub-layer, the first to run."""
+    SUBLAYERS = ("pair_scale", *tof.SUBLAYERS)
 
     def __init__(self, config, fusion):
         super().__init__(config, fusion)
@@ -281,11 +283,11 @@ class WithPairScale(tof.TinyOpenFoldV2):
         return msa, self.pair_scale(pair)
 
     def sublayers(self):
-        return [("pair_scale", self.pair_scale), *super().sublayers()]
+        return [("pair_scale", self.pair_scale), *((name, getattr(block, name)) for block in self.blocks
+                                                   for name in tof.SUBLAYERS)]
 
 
-NEW_PROGRAM = replace(PROGRAM, model=WithPairScale, fusion_config=MoreSwitches,
-                      sublayers=("pair_scale", *PROGRAM.sublayers))
+NEW_PROGRAM = replace(PROGRAM, model=WithPairScale, fusion_config=MoreSwitches)
 
 
 @pytest.mark.slow

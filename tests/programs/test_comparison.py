@@ -68,7 +68,7 @@ def test_a_gpus_path_counts_without_a_mode_round_what_compiles_itself(monkeypatc
         monkeypatch.setattr(module, "counts_its_first_step", lambda trainer: False)
     rows = [v for v in rows_for(tof.FusionConfig(), **TINY, num_steps=1)
             if v.name in ("baseline", "flash_attention alone", "all")]
-    comparison.measure(tof.PROGRAM, rows, CPU, tof.PROGRAM.open_source(SETTINGS))
+    comparison.measure(tof.PROGRAM, rows, CPU, tof.PROGRAM.data(SETTINGS))
     assert [v.reason for v in rows] == [None] * 3 and all(v.losses for v in rows)
     assert set(worth.touched(rows[1].operations, rows[0].operations)) == {
         name for name in tof.SUBLAYERS if "attention" in name or "attn" in name}
@@ -220,7 +220,7 @@ def test_a_first_step_counts_as_much_as_the_third(values):
     """Nothing that only the first step makes is in its count, and nothing of the count stays."""
     settings = SETTINGS.having(**values)
     trainer = tof.Trainer(tof.PROGRAM, settings, CPU)
-    batch = tof.PROGRAM.open_source(settings).batch(0)
+    batch = tof.PROGRAM.data(settings).batch(0)
     weights = [p.clone() for p in trainer.updated]
     with trainer.preserved():
         first = probe(trainer, batch)
@@ -311,9 +311,9 @@ def test_a_signal_before_the_first_round_leaves_earlier_results(tmp_path, capsys
     """The signal comes while the data are opened."""
     def open_source(settings):
         signal.raise_signal(signal.SIGINT)
-        return tof.PROGRAM.open_source(settings)
+        return tof.PROGRAM.data(settings)
 
-    program = dataclasses.replace(tof.PROGRAM, open_source=open_source)
+    program = dataclasses.replace(tof.PROGRAM, data=open_source)
     settings, earlier = SETTINGS.having(profile_dir=str(tmp_path)), tmp_path / "fusion_comparison_v2.json"
     earlier.write_text("{}")
     assert comparison.compare_fusion(program, settings, picked="all cuda_graphs torch.compile") == 130

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fusion_lab.training.reading import parse_json
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import metrics, summary
@@ -23,7 +24,6 @@ from fusion_lab.rocm import kernel_summary
 from fusion_lab.training.checkpoints import load_run, snapshot
 from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.models import read_model, save_model
-from fusion_lab.training.reading import parse_json
 from proteins import files
 from tests.programs import damage
 from tests.proteins.structures import as_cif, atom, model
@@ -92,7 +92,7 @@ def trained():
                                     outer_product_dim=2, num_seqs=3, seq_len=6, batch_size=1, use_amp=True,
                                     amp_dtype="float16")
     trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
-    source = tof.PROGRAM.open_source(settings)
+    source = tof.PROGRAM.data(settings)
     trainer.step(source.batch(0))
     trainer.step_number, trainer.trained_on = 1, {"a"}
     saved = snapshot(trainer)

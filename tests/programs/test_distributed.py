@@ -90,7 +90,7 @@ def there(*files):
                                        "companions/protein_mpnn.py", "companions/tiny_llama.py"))
 def test_the_samples_of_all_ranks_are_those_of_one_process(file):
     program = load_program(ROOT / file)
-    source = program.open_source(program.settings(batch_size=6, device="cpu"))
+    source = program.data(program.settings(batch_size=6, device="cpu"))
     for size in (2, 3):
         whole, parts = source.batch(2), [batch_of(source, 2, World(rank, size)) for rank in range(size)]
         assert all(torch.equal(whole[key], torch.cat([part[key] for part in parts])) for key in whole)
@@ -104,7 +104,7 @@ def test_a_loss_is_that_of_its_parts_by_their_counts(file):
     model = program.model(settings.model, settings.fusion).eval().requires_grad_(False)
     for weight in model.parameters():
         weight += 0.1 * torch.randn_like(weight)  # heads begin at zero, where all losses are alike
-    batch = program.open_source(settings).batch(0)
+    batch = program.data(settings).batch(0)
     next(batch[key] for key in ("coord_mask", "mask") if key in batch)[0, ::2] = 0
     parts = [own(batch, rank, 3) for rank in range(3)]
     counts = [model.loss_counts(**part) for part in parts]
@@ -117,8 +117,8 @@ def test_a_loss_is_that_of_its_parts_by_their_counts(file):
 
 def test_ranks_of_the_natural_world_repeat_no_sample():
     program, values = load_program(), dict(synthetic_world="natural", device="cpu", num_seqs=6, seq_len=16)
-    natural = program.open_source(program.settings(batch_size=4, **values))
+    natural = program.data(program.settings(batch_size=4, **values))
     found = [natural.part(step, rank, 2)["coords"] for step in range(2) for rank in range(2)]
     assert len({x.numpy().tobytes() for part in found for x in part}) == 8
-    one = program.open_source(program.settings(batch_size=2, **values))
+    one = program.data(program.settings(batch_size=2, **values))
     assert all(torch.equal(one.batch(i)["coords"], x) for i, x in enumerate(found))

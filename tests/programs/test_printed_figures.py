@@ -91,7 +91,7 @@ def count(settings):
     """What a step of these settings costs, counted here: the second one, as the first makes the optimizer's
     state."""
     trainer = tof.PROGRAM.trainer(tof.PROGRAM, settings, CPU)
-    batch, model = tof.PROGRAM.open_source(settings).batch(0), trainer.model
+    batch, model = tof.PROGRAM.data(settings).batch(0), trainer.model
     found = SimpleNamespace(first_loss=trainer.step(batch).item(), saved=Counter())
     own, seen, inside = storages(list(model.parameters()), list(model.buffers())), set(), ["rest"]
 
@@ -106,7 +106,7 @@ def count(settings):
         getattr(block, name).register_forward_hook(lambda *_: inside.pop() and None, always_call=True))]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         with Count(lambda: inside[-1]) as forward:
-            loss = trainer.forward(batch | tof.PROGRAM.in_a_step)["loss"]
+            loss = trainer.forward(batch, only_loss=True)["loss"]
     for hook in hooks:
         hook.remove()
     del loss
@@ -120,7 +120,7 @@ def count(settings):
     found.peak_mb = (whole.peak + sum(storage.nbytes() for storage in given.values())) / MB
     product = {torch.ops.aten._addmm_activation: lambda bias, a, b, **_: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=product) as flops, sdpa_kernel(SDPBackend.MATH):
-        trainer.forward(batch | tof.PROGRAM.in_a_step)["loss"].backward()
+        trainer.forward(batch, only_loss=True)["loss"].backward()
     found.flops, found.bytes = flops.get_total_flops(), kernel_bytes(settings)
     return found
 

@@ -179,8 +179,8 @@ def test_ctrl_c_during_and_after_the_work(where, said):
     code = f"""
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
-from fusion_lab.training import interrupts
-interrupts.quiet(__name__)
+from fusion_lab.training import files
+files.quiet(__name__)
 from fusion_lab.training import files
 def strike(*_):
     os.kill(os.getpid(), signal.SIGINT)

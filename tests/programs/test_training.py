@@ -50,7 +50,7 @@ def test_training_run_as_a_subprocess(tmp_path):
         "avg_training_speed", "median_batch_time", "peak_memory_mb", "saved_activation_mb",
         "launches_per_step", "flops_per_step"))
     assert performance["p20_batch_time"] <= performance["median_batch_time"] <= performance["p80_batch_time"]
-    assert len(summary["contact_precision"]["final"]["held_out"]) == 16
+    assert len(summary["evaluation"]["final"]["held_out"]) == 16
 
 
 def test_modes_exit_codes_and_json(tmp_path):
@@ -240,8 +240,8 @@ def test_learning_generalises_to_unseen_proteins(tmp_path, capsys):
     result = last_json(capsys.readouterr().out)
     assert result["performance_summary"]["final_loss"] < result["performance_summary"]["first_loss"] - 0.3
     held_out = {step: np.mean([p["p_l2"] for p in groups["held_out"].values()])
-                for step, groups in result["contact_precision"].items()}
-    chance = np.mean([p["chance"] for p in result["contact_precision"]["final"]["held_out"].values()])
+                for step, groups in result["evaluation"].items()}
+    chance = np.mean([p["chance"] for p in result["evaluation"]["final"]["held_out"].values()])
     assert held_out["final"] > held_out["50"] and held_out["final"] > chance + 0.25
 
 
@@ -250,7 +250,7 @@ def test_real_families_train_and_hold_out(families_dir, tmp_path, capsys):
     flags = ["--data", families_dir, "--holdout", "2PPN_A,1CTF_A", "--num-steps", "2"]
     assert train(tmp_path, *flags, "--plot-contacts", tmp_path / "maps") == 0
     result = last_json(capsys.readouterr().out)
-    final = result["contact_precision"]["final"]
+    final = result["evaluation"]["final"]
     assert set(final["held_out"]) == {"2PPN_A", "1CTF_A"} and len(final["training"]) == 30
     assert {p.name for p in (tmp_path / "maps").iterdir()} == {
         f"{name}.{suffix}" for name in ("2PPN_A", "1CTF_A") for suffix in ("png", "tsv")}

@@ -130,7 +130,7 @@ def trainings():
 
 def learned(result, directory):
     """Complaints about a demo that did not learn."""
-    held_out = [each["p_l2"] for each in result["contact_precision"]["final"]["held_out"].values()]
+    held_out = [each["p_l2"] for each in result["evaluation"]["final"]["held_out"].values()]
     if not sum(held_out) / len(held_out) > 0.6:
         yield f"after the demo P(L/2) is {sum(held_out) / len(held_out)}"
 

@@ -9,7 +9,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
 from proteins import batches, contacts, structure_metrics
-from proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt, masked_batch
+from proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt
 from proteins.files import AMINO_ACIDS, GAP, MASK
 from proteins.synthetic import (
     PARTNER,
@@ -116,7 +116,7 @@ def test_synthetic_evaluation_is_clean_and_apart_from_training():
 def test_masked_batch_lacks_the_last_quarter_of_the_last_sample():
     settings = settings_of(num_seqs=9, seq_len=8)
     plain = SyntheticProteins(settings).batch(0)
-    batch = masked_batch(settings, torch.device("cpu"))
+    batch = batches.open_source(settings).check_batch()
     assert batch["seq_mask"].tolist() == [8 * [1], 6 * [1] + 2 * [0]] == batch["coord_mask"].tolist()
     assert batch["row_mask"].tolist() == [9 * [1], 7 * [1] + 2 * [0]]
     assert (batch["msa_targets"][1, 7:] == -100).all() and (batch["msa_targets"][1, :, 6:] == -100).all()

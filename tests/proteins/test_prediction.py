@@ -220,7 +220,7 @@ def test_checkpoints_of_any_switches_serve_and_nothing_is_dropped(tmp_path):
     for number, fusion in enumerate(({}, dict(enable_projection_fusion=True, enable_flash_attention=False))):
         settings = tof.PROGRAM.settings(**SIZES, **fusion, num_seqs=6, seq_len=16, batch_size=2, dropout=0.5)
         trainer = tof.Trainer(tof.PROGRAM, settings, CPU)
-        trainer.step(tof.PROGRAM.open_source(settings).batch(0))
+        trainer.step(tof.PROGRAM.data(settings).batch(0))
         torch.save(snapshot(trainer), tmp_path / f"{number}.pt")
         saved = read_model(tmp_path / f"{number}.pt", tof.PROGRAM)
         batch = dict(msa_tokens=torch.arange(60).reshape(1, 5, 12) % 20)

@@ -112,7 +112,7 @@ def test_half_of_the_folds_are_real_and_a_step_is_always_the_same(tmp_path):
     assert source.describe() == ("synthetic proteins (natural), 16 held out; 50% of the folds are pieces of "
                                  "37 real chains, 3 held out; 0 related to families are left out")
     assert "learns nothing" in batches.open_source(settings_of(None, orientations=True)).describe()
-    checked = batches.masked_batch(settings_of(path, orientations=True), torch.device("cpu"))
+    checked = batches.open_source(settings_of(path, orientations=True)).check_batch()
     assert checked["coords"].shape[1:] == (24, 3)  # for --verify-accuracy, whatever the world
     found = [source.batch(step) for step in range(8)]
     assert all(torch.equal(found[3][key], twin.batch(3)[key]) for key in found[3])

@@ -16,7 +16,7 @@ def test_what_masks_leave_defined():
     output = dict(msa_repr=torch.ones(1, 2, 3, 4), pair_repr=torch.ones(1, 3, 3, 5),
                   distances=torch.ones(1, 3, 3), loss=torch.tensor(7.0))
     batch = dict(seq_mask=torch.tensor([[1.0, 1, 0]]), row_mask=torch.tensor([[1.0, 0]]))
-    found = seam.defined(output, batch)
+    found = model_of(**SIZES).defined(output, batch)
     assert found["msa_repr"][0].sum(-1).tolist() == [[4, 4, 0], [0, 0, 0]]
     assert found["pair_repr"][0].sum(-1).tolist() == [[5, 5, 0], [5, 5, 0], [0, 0, 0]]
     assert found["distances"][0].tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0]] and found["loss"] == 7
@@ -28,7 +28,7 @@ def test_kinks_are_moved_half_to_either_side():
         for weight in model.parameters():
             weight.add_(1)
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    seam.move_kinks_away(model)
+    model.shake()
     moved = {name: x - before[name] for name, x in model.state_dict().items()}
     inner = [moved.pop(name) for name in before if name.endswith("transition.linear1.bias")]
     assert [x.tolist() for x in inner] == [len(x) // 2 * [8, -8] for x in inner] and len(inner) == 2
@@ -37,11 +37,11 @@ def test_kinks_are_moved_half_to_either_side():
 
 def test_start_lines_name_sizes_kernels_and_counts():
     trainer = tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(**SIZES, num_blocks=3), torch.device("cpu"))
-    lines = seam.start_lines(trainer)
+    lines = trainer.model.in_words(trainer.amp_dtype)
     assert lines["sizes"] == "3 blocks, c_m 8, c_z 8, heads 2 and 2"
     assert lines["last"] == "Kernel Reduction: 80.0% (36 fewer kernels) [nominal]"
     assert lines["remarks"] == dict(enable_flash_attention="math on CPU; columns: sdpa: flash on CPU")
-    assert tof.PROGRAM.statistics(trainer.settings) == trainer.model.get_fusion_statistics()
+    assert trainer.model.statistics() == trainer.model.get_fusion_statistics()
 
 
 def test_which_attention_a_model_names(monkeypatch):

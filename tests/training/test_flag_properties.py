@@ -124,7 +124,7 @@ def test_properties_of_command_lines(line):
 def test_a_comparison_ends_after_two_minutes_unless_told_otherwise(words, expected):
     program, parser = known(FILES[0])
     arguments, *_ = parse(parser, program, ["--compare-fusion", "--variants", "all", *words.split()])
-    assert compared(arguments) == ("all", False, expected)
+    assert compared(arguments) == ("all", expected)
 
 
 def answer(path, name, value):

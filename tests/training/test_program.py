@@ -5,7 +5,6 @@ import pytest
 
 import tests.second_program as second
 from fusion_lab.training.files import UserError
-from fusion_lab.training.options import Switches, TrainingConfig
 from fusion_lab.training.program import load_program
 
 
@@ -19,12 +18,8 @@ def test_the_seam_to_a_program():
     assert settings.having(width=9).get("width") == 9 and settings.get("width") == 8
     with pytest.raises(ValueError, match="^heigth: no config has this field"):
         settings.having(heigth=2)
-    assert second.Program.blocks(settings) == 1  # where a program does not say
     assert second.PROGRAM.sample(settings) == "B 4, W 8" and second.PROGRAM.name == "second_program.py"
     assert second.PROGRAM.result("accuracy") == f"accuracy_{second.PROGRAM.suffix}.json"
-    plain = second.CommandLine(file="x", about="", model_config=object, training_config=TrainingConfig,
-                               fusion_config=Switches)
-    assert plain.axes == dict(batch_size="B") and plain.study_sizes == dict(batch_size=(2, 4))
 
 
 @pytest.mark.parametrize("name, text, words", [

@@ -1,8 +1,8 @@
 """What a run prints: start-up and step lines, its end, the line of JSON."""
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,18 +25,21 @@ CPU = torch.device("cpu")
 
 
 def test_a_step_line():
-    training = SimpleNamespace(num_steps=120, batch_size=4)
-    assert step_line(5, training, 1.25, 0.0125, 10.26) == (
+    trainer = SimpleNamespace(training=SimpleNamespace(num_steps=120, batch_size=4, log_every=2), step_number=5,
+                              world=ALONE)
+    timer = SimpleNamespace(seconds=lambda: np.array([[9.0, 9.0], [0.005, 0.0075], [0.0025, 0.01]]))
+    assert step_line(trainer, torch.tensor(1.25), timer, 10.26) == (
         "Step   5/120 | Loss: 1.2500 | Speed:  320.0 samples/sec | Memory:   10.3 MB | Time:  12.5ms")
-    assert "| Memory:    n/a MB |" in step_line(5, training, 1.0, 1.0, None)
-    assert " 640.0 samples/sec | Memory" in step_line(5, training, 1, 0.0125, None, ranks=2)
+    assert "| Memory:    n/a MB |" in step_line(trainer, torch.tensor(1.0), timer, None)
+    trainer.world = World(size=2)
+    assert " 640.0 samples/sec | Memory" in step_line(trainer, torch.tensor(1), timer, None)
 
 
-def test_the_first_loss_that_is_not_finite_is_named_by_its_step():
-    losses = [torch.tensor(value) for value in (float("nan"), 1.0, 2.0, float("inf"))]
-    assert require_finite(losses[:3], 1, 10) == 3 and require_finite(losses, 4, 10) == 4
-    with pytest.raises(UserError, match="loss is inf at step 14: "):
-        require_finite(losses, 1, 10)
+def test_a_loss_that_is_not_finite_is_named_by_its_step():
+    require_finite(torch.tensor(1.0), 13)
+    for value in (float("inf"), float("nan")):
+        with pytest.raises(UserError, match=f"loss is {value} at step 14"):
+            require_finite(torch.tensor(value), 14)
 
 
 def test_the_last_line_is_shortened_from_behind(capsys):
@@ -51,28 +54,17 @@ def test_the_last_line_is_shortened_from_behind(capsys):
 
 
 def test_how_to_go_on(capsys):
-    def said(done, saved, stopped=False, schedule="constant", unfinished=False):
-        training = SimpleNamespace(save_checkpoint=saved, num_steps=10, lr_schedule=schedule,
-                                   early_stopping=2)
-        evaluations = SimpleNamespace(stopped=stopped, in_words=lambda: "stopped" if stopped else None,
-                                      unfinished=lambda: unfinished)
-        trainer = SimpleNamespace(step_number=done, training=training)
-        print_ending(trainer, ["s.json", None, "m.jsonl"], evaluations)
-        return capsys.readouterr().out.splitlines()
+    def said(done, saved, stopped=None, schedule="constant"):
+        training = SimpleNamespace(save_checkpoint=saved, save_best=None, num_steps=10, lr_schedule=schedule)
+        trainer = SimpleNamespace(step_number=done, training=training, best=dict(score=None, step=None, since=2))
+        print_ending(trainer, ["s.json", None, "m.jsonl"], stopped)
+        return capsys.readouterr().out
 
-    written, go_on = "Written: s.json, m.jsonl", "Continue: the same flags and --resume 'a b.pt' --num-steps"
-    assert said(10, "a b.pt") == [written, f"{go_on} 20"] and said(10, None) == [written]
-    assert said(3, "a b.pt") == ["Interrupted at step 3 of 10", written, f"{go_on} 10"]
-    assert said(3, None) == [
-        "Interrupted at step 3 of 10; without --save-checkpoint FILE there is nothing to continue from",
-        written]
-    assert said(3, None, stopped=True) == ["stopped", written]
-    assert said(3, "a b.pt", stopped=True) == ["stopped", written, f"{go_on} 10 --early-stopping 4"]
-    assert said(10, "a b.pt", unfinished=True, schedule="linear")[2] == f"{go_on} 10"
-    assert said(10, None, unfinished=True) == [
-        "Interrupted in the last evaluation: it is incomplete or missing", written]
-    assert said(10, "a b.pt", schedule="cosine")[1].endswith("--init-from 'a b.pt'")
-    assert said(3, "a b.pt", schedule="cosine")[2] == f"{go_on} 10"
+    assert "s.json, m.jsonl" in said(10, None) and "--resume" not in said(10, None)
+    assert "--resume 'a b.pt' --num-steps 20" in said(10, "a b.pt")
+    assert "--resume 'a b.pt' --num-steps 10" in said(3, "a b.pt", stopped=2)
+    assert "nothing to continue from" in said(3, None, stopped=2)
+    assert "--init-from 'a b.pt'" in said(10, "a b.pt", schedule="cosine")
 
 
 def test_a_busy_machine_is_named(monkeypatch):
@@ -80,13 +72,18 @@ def test_a_busy_machine_is_named(monkeypatch):
     assert busy_line(0.9, 2) is None and busy_line(7.19, 2).startswith("Busy machine: load 7.2 on 2 cores; ")
 
 
+class Layer(torch.nn.Linear):
+    def __init__(self, own):
+        super().__init__(10, 100)
+        self.in_words = lambda dtype: own
+
+
 def started(capsys, fusion=(), training=(), **given):
     """The start-up lines of a run on a CPU."""
-    own = given.pop("own", None)
+    own = given.pop("own", {})
     settings = SECOND.settings(**dict(fusion), **dict(training))
     trainer = SimpleNamespace(**dict(
-        program=replace(SECOND, start_lines=lambda trainer: own), settings=settings, device=CPU,
-        amp_dtype=None, model=torch.nn.Linear(10, 100), masters=None,
+        program=SECOND, settings=settings, device=CPU, amp_dtype=None, model=Layer(own), masters=None,
         world=ALONE) | given)
     describe_start(trainer, SimpleNamespace(describe=lambda: "numbers"))
     return capsys.readouterr().out.splitlines()
@@ -100,8 +97,8 @@ def test_start_up_lines(capsys, monkeypatch):
     assert plain == [
         f"Device: cpu (a CPU) | torch {torch.__version__} | dtype: float32 | seed: 42",
         "Model: 1,100 parameters", f"Data: numbers | {SECOND.sample(SECOND.settings())}",
-        "Fusion Optimizations:", "   Fused ReLU: Enabled"]
-    assert started(capsys, dict(enable_fused_relu=False))[4:] == ["   Fused ReLU: Disabled"]
+        "Fusion Optimizations:", "   Fused ReLU: Enabled", "   Torch Compile: Disabled"]
+    assert started(capsys, dict(enable_fused_relu=False))[4] == "   Fused ReLU: Disabled"
     switches = dict(enable_fused_residual=True, enable_cuda_graphs=True)
     lines = started(
         capsys, switches, dict(use_tf32=True), amp_dtype=torch.bfloat16,
@@ -109,13 +106,13 @@ def test_start_up_lines(capsys, monkeypatch):
         world=World(size=2))
     assert " | dtype: bfloat16 | " in lines[0] and lines[1:] == [
         "Ranks: 2", "Model: two sizes, 1,100 parameters", plain[2], plain[3],
-        "   Fused ReLU: Enabled (by hand)", "   last",
+        "   Fused ReLU: Enabled (by hand)", "   Torch Compile: Disabled", "   last",
         "Besides: --enable-cuda-graphs --enable-fused-residual",
         "Not used here: CUDA graphs need a GPU; this device has no TF32"]
     assert started(capsys, dict(enable_fused_relu=False), own=dict(remarks=dict(
         enable_fused_relu="by hand")))[4] == "   Fused ReLU: Disabled"
     monkeypatch.setattr(reporting.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
-    assert started(capsys)[5].startswith("Busy machine: load 1000.0 on ")
+    assert started(capsys)[6].startswith("Busy machine: load 1000.0 on ")
     there = started(capsys, dict(enable_master_weights=True), dict(use_amp=True, use_tf32=True),
                     device=torch.device("cuda", 1))
     assert there[0].startswith("Device: cuda:1 (a GPU, cuda:1) | ") and "Busy" not in "".join(there)

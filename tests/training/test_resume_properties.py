@@ -29,18 +29,19 @@ class Killed(BaseException):
     pass
 
 
-class Stopping:
+class Stopping(second_program.Numbers):
     """Numbers, whose batch of one step comes with a signal."""
 
     def __init__(self, settings, number, at):
-        self.source, self.number, self.at = second_program.Numbers(settings), number, at
+        super().__init__(settings)
+        self.number, self.at = number, at
 
     def batch(self, step):
         if step == self.at and self.number == KILL:
             raise Killed
         if step == self.at:
             os.kill(os.getpid(), self.number)
-        return self.source.batch(step)
+        return super().batch(step)
 
 
 class Noisy(tof.Trainer):
@@ -56,14 +57,14 @@ def run(settings, place, number, at, resume):
     torch.manual_seed(settings.training.seed if not resume else 1)  # what is restored is not what was drawn
     trainer = Noisy(second_program.PROGRAM, settings, CPU)
     if resume:
-        checkpoints.load_run(trainer, place, SimpleNamespace(held_out=[]))
+        checkpoints.load_run(trainer, place, SimpleNamespace(held_out=[], choosing=[]))
     first = trainer.step_number
     profiling = SimpleNamespace(enter=lambda name: None, leave=lambda: None, step=lambda: None,
                                 paused=contextlib.nullcontext)
     metrics = SimpleNamespace(step=lambda *_: None, flush=lambda: None)
     found = SimpleNamespace(peak=1.0, peak_mb=1.0)
     with contextlib.suppress(Killed), StopRequest() as stop:
-        losses, *_ = tof.run_steps(trainer, Stopping(settings, number, at), profiling, found, stop, metrics)
+        losses, _ = tof.run_steps(trainer, Stopping(settings, number, at), profiling, found, metrics, stop)
         return dict(enumerate(losses, first))
     return {}
 

@@ -75,7 +75,7 @@ def trained(fusion, steps=2):
     settings = PROGRAM.settings(**SMALL, intermediate_size=80, num_layers=2, seq_len=11, batch_size=2,
                                 device="cpu", enable_ultra_block=fusion)
     trainer = PROGRAM.trainer(PROGRAM, settings, torch.device("cpu"))
-    batch = PROGRAM.check_batch(settings, torch.device("cpu"))
+    batch = PROGRAM.data(settings).check_batch()
     with mock.patch.object(llama, "runs", lambda x: True):
         trainer.forward(batch)["loss"].backward()
         gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}

@@ -19,7 +19,7 @@ PROGRAMS = [name for name in ("tiny_openfold_v2", "companions/protein_mpnn", "co
 
 
 def small(program, **switches):
-    settings = program.settings(device="cpu").having(**program.tiny)
+    settings = program.settings(device="cpu", **{k: v for k, v in program.demo.items() if k != 'num_steps'})
     return replace(settings, fusion=replace(program.fusion_config.preset(False), **switches))
 
 
@@ -27,14 +27,14 @@ def of_pytorch(program, settings):
     """FLOPs of a step as PyTorch counts them on fake tensors, as this project did before."""
     def product(bias, left, right, **_):
         return 2 * left[0] * left[1] * right[1]
-    batch = program.open_source(settings).batch(0)
+    batch = program.data(settings).batch(0)
     with FakeTensorMode() as fake:
         model = counting.made_in_place(program, torch.device("cpu"))(settings.model, settings.fusion)
         given = {key: fake.from_tensor(value) for key, value in batch.items()}
         counter = FlopCounterMode(display=False,
                                   custom_mapping={torch.ops.aten._addmm_activation: product})
         with counter, sdpa_kernel(SDPBackend.MATH):
-            model(**given | program.in_a_step)["loss"].backward()
+            model.for_loss(**given)["loss"].backward()
     return counter.get_total_flops()
 
 
@@ -57,7 +57,7 @@ def test_the_programs_here_are_counted_without_fake_tensors(name, monkeypatch):
 
 def test_a_model_that_asks_for_its_device_s_autocast_is_counted():
     settings = replace(small(SECOND), fusion=SECOND.fusion_config.preset(True))
-    batch = SECOND.open_source(settings).batch(0)
+    batch = SECOND.data(settings).batch(0)
     with pytest.raises(RuntimeError, match="autocast"):
         counting.counted(SECOND, settings, batch, META, None)
     found = counting.flops_by_sublayer(SECOND, settings)
@@ -75,7 +75,8 @@ def test_blocks_that_repeat_run_no_operation_again(monkeypatch):
     monkeypatch.setattr(counting, "FlopCounter", Watched)
     few, many = (counting.flops_by_sublayer(program, small(program).having(num_blocks=n)) for n in (2, 5))
     assert len(made[0].known) == len(made[1].known) > 20 and many["rest"] == few["rest"]
-    assert {2 * many[name] for name in program.sublayers} == {5 * few[name] for name in program.sublayers}
+    names = program.model.SUBLAYERS
+    assert {2 * many[name] for name in names} == {5 * few[name] for name in names}
 
 
 def test_arguments_that_are_equal_and_not_the_same_are_told_apart():

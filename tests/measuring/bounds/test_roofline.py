@@ -21,8 +21,14 @@ def settings(**values):
     return SECOND.settings(**{**dict(width=8, depth=2, batch_size=3, device="cpu"), **values})
 
 
-THREE = replace(SECOND, sublayers=("a", "b", "c"), blocks=lambda settings: 3, costs=lambda settings: dict(
-    a=Cost(1e6, 2e3, 4e3), b=Cost(1e6, 2e3, 4e3), c=Cost(2e6, 1e3, None)))
+class Three(SECOND.model):
+    SUBLAYERS = ("a", "b", "c")
+
+    def costs(self, training):
+        return dict(a=Cost(3e6, 6e3, 12e3), b=Cost(3e6, 6e3, 12e3), c=Cost(6e6, 3e3, None))
+
+
+THREE = replace(SECOND, model=Three)
 
 
 @pytest.fixture
@@ -33,11 +39,11 @@ def three(monkeypatch):
 
 
 def test_bounds_of_a_sublayer():
-    cost = Cost(1e6, 2e3, 4e3)
-    assert roofline.total_bytes(cost, 3) == 18e3 and roofline.floor_seconds(9e6, 18e3, SPEEDS) == (
+    cost = Cost(1e6, 2e3, 4e3).times(3)
+    assert roofline.total_bytes(cost) == 18e3 and roofline.floor_seconds(9e6, 18e3, SPEEDS) == (
         pytest.approx(0.009), pytest.approx(0.018))
     assert roofline.floor_seconds(3e6, None, dict(SPEEDS, dtype="bfloat16")) == (pytest.approx(3e-6), None)
-    assert roofline.total_bytes(Cost(1.0, None, 5.0), 1) is roofline.total_bytes(None, 1) is None
+    assert roofline.total_bytes(Cost(1.0, None, 5.0)) is roofline.total_bytes(None) is None
     flops = dict(a=1.0, b=1.0, c=2.0, rest=4.0)
     assert roofline.flops_share(THREE, flops) == dict(a=0.25, b=0.25, c=0.5)
     assert roofline.equal_work(THREE, settings()) == [("a", "b")]
@@ -78,7 +84,7 @@ FEW_ROWS = dict(num_blocks=1, num_seqs=3, seq_len=13, batch_size=1, msa_dim=8, o
 
 def of_formulas(settings):
     """{sub-layer or "rest": FLOPs of a step of one block}; backward takes twice those of forward."""
-    found = {name: 3 * cost.flops for name, cost in costs(settings).items()}
+    found = {name: 3 * cost.flops for name, cost in costs(settings.model, settings.fusion, settings.training).items()}
     return {"rest": found.pop("heads"), **found}
 
 

@@ -46,8 +46,8 @@ def program(log, **values):
         return Trainer(settings.name, device)
     found = SimpleNamespace(
         trainer=trainer, fusion_config=lambda: "the default",
-        open_source=lambda settings: SimpleNamespace(batch=lambda step: dict(x=step), settings=settings),
-        statistics=lambda settings: f"statistics of {settings}", **values)
+        data=lambda settings: SimpleNamespace(batch=lambda step: dict(x=step), settings=settings),
+        **values)
     return found
 
 
@@ -98,13 +98,12 @@ def planned(monkeypatch):
         monkeypatch.setattr(comparison, "Rungs", lambda *given: Rungs(log, *given))
         for name, result in dict(
                 process_settings=None, comparison_variants=lambda *_: variants, release=None, add_worth=None,
-                combination_variants=lambda *_: variants, pick=lambda found, names: found[:2],
+                pick=lambda found, names: found[:2], nominal_counts=lambda *_: "nominal",
                 matmul_ceiling=lambda *_: 4e12, baseline_shares=lambda *_: dict(a=0.5),
                 rows_of=lambda found, ceiling: [dict(name=v.name, median_batch_time=long) for v in found],
                 usual_rows=lambda variants, *_: variants, amp_dtype=lambda *_: amp,
-                system_info=lambda device: f"system of {device}", switch_effects=lambda *_: "effects",
-                launch_kind=lambda device: f"kind of {device}",
-                with_fusion=lambda settings, fusion: f"{fusion} fusion").items():
+                system_info=lambda device: f"system of {device}",
+                launch_kind=lambda device: f"kind of {device}").items():
             monkeypatch.setattr(comparison, name, note(name, result))
         monkeypatch.setattr(comparison, "measure", lambda *given: log.append((
             "measure", *given[:4], given[4].seconds, given[5] is table, type(given[6]), *given[7:])))
@@ -146,8 +145,8 @@ def test_the_table_that_people_ask_for_comes_first_then_the_rest_then_compiled_o
     assert datetime.fromisoformat(result["timestamp"]).utcoffset().total_seconds() == 0
     assert {key: result[key] for key in result if key not in ("variants", "timestamp")} == dict(
         mode="compare_fusion", config=dict(a=1), training_params=dict(b=2, amp_dtype="bfloat16"),
-        system_info=f"system of {device}", launch_kind=f"kind of {device}", switch_effects=None,
-        nominal="statistics of the default fusion", matmul_ceiling_tflops=4)
+        system_info=f"system of {device}", launch_kind=f"kind of {device}", nominal="nominal",
+        matmul_ceiling_tflops=4)
     assert names(log, "begin", "add") == [("begin", result, variants, 4e12), *3 * [("add",)]]
     later = next(row for row in rows if row["name"] == "b alone")
     assert names(log, "add_worth") == [("add_worth", rows[:3], [base, one, usual], dict(a=0.5)),
@@ -167,20 +166,14 @@ def test_the_table_that_people_ask_for_comes_first_then_the_rest_then_compiled_o
 
 def test_rows_that_were_asked_for_are_measured_even_if_they_are_the_baseline(planned):
     variants = [variant(BASELINE), variant(ALL), variant("a")]
-    for how, kept, effects in (
-            (dict(combinations=True), variants, "effects"), (dict(picked="a"), variants[:2], None),
-            (dict(given=variants), variants, None)):  # of these nobody asked for each
+    for how, kept in ((dict(picked="a"), variants[:2]), (dict(given=variants), variants)):
         found = planned(None if "given" in how else variants, GPU, amp=None, **how)
         measured, = names(found.log, "measure")
-        assert measured[2] == kept and measured[-1] is ("given" not in how)
-        assert found.result["switch_effects"] == effects and not names(found.log, "release")
+        assert measured[2] == kept and measured[-1] is ("given" not in how)  # nobody asked for each of those
+        assert not names(found.log, "release")
         assert bool(names(found.log, "comparison_variants")) is ("picked" in how)
         assert names(found.log, "pick") == ([("pick", variants, "a")] if "picked" in how else [])
         assert names(found.log, "matmul_ceiling") == [("matmul_ceiling", GPU, torch.float32)]
-        asked = [("combination_variants", found.program, found.settings)] if effects else []
-        assert names(found.log, "combination_variants") == asked
-        assert names(found.log, "switch_effects") == (
-            [("switch_effects", found.program, found.result["variants"])] if effects else [])
 
 
 def test_rows_that_were_asked_for_and_the_users_own_are_in_the_first_table():
@@ -230,7 +223,7 @@ def test_variants_are_measured_alone_then_in_turn(device, compiled, reset, alone
         yield
         within.append(len(alone))
     rungs = SimpleNamespace(begin=lambda peak: alone.append(("begin", peak)), paused=paused)
-    comparison.measure(lab, variants, device, lab.open_source(None), rungs=rungs,
+    comparison.measure(lab, variants, device, lab.data(None), rungs=rungs,
                        table=SimpleNamespace(note=notes.append), equal=False)
     assert names(alone, "alone") == [
         ("alone", name, device, dict(x=0))
@@ -262,14 +255,14 @@ def test_what_there_is_no_time_to_count_is_left_out(alone):
         pace = comparison.Pace(None, 8.0)
         variants[0].found = findings(100)
         pace.ends, pace.strict = pace.ends - 7.0, strict
-        comparison.measure(lab, variants, CPU, lab.open_source(SimpleNamespace()), pace)
+        comparison.measure(lab, variants, CPU, lab.data(SimpleNamespace()), pace)
         assert [BASELINE, *(name for _, name, *_ in names(alone, "alone"))] == counted
         assert [v.reason for v in variants] == [None, *[comparison.TOO_LATE if strict else None] * 2]
 
 
 def test_by_default_equal_variants_are_measured(alone):
     variants, lab = [variant(BASELINE), variant("a")], program(alone)
-    comparison.measure(lab, variants, CPU, lab.open_source(None))
+    comparison.measure(lab, variants, CPU, lab.data(None))
     assert not names(alone, "refuse_equal") and [v.losses for v in variants] == [[1.0], [1.0]]
 
 

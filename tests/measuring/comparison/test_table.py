@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fusion_lab.training.stops import Interrupted
 
-import tiny_openfold_v2 as tof
 from fusion_lab.measuring.comparison import compare as comparison
 from fusion_lab.measuring.comparison import pace as pacing
 from fusion_lab.measuring.comparison import rung, rungs
 from fusion_lab.measuring.comparison import table as comparison_table
 from fusion_lab.measuring.comparison.pace import Pace
-from fusion_lab.measuring.comparison.rows import reduction, rows_of, switch_effects
+from fusion_lab.measuring.comparison.rows import reduction, rows_of
 from fusion_lab.measuring.comparison.rungs import Rungs
 from fusion_lab.measuring.comparison.table import (
     LiveTable,
@@ -32,14 +32,12 @@ from fusion_lab.measuring.comparison.variants import (
     TOO_LATE,
     UNMEASURED,
     Variant,
-    combination_variants,
     distinct,
     with_fusion,
 )
 from fusion_lab.measuring.comparison.worth import UNKNOWN, add_worth, operations_by_sublayer, touched
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.measuring.tables import aligned
-from fusion_lab.training.stops import Interrupted
 from tests.second_program import PROGRAM as SECOND
 
 PLAIN = SECOND.fusion_config.preset(False)
@@ -140,7 +138,7 @@ def test_the_sublayers_that_a_switch_touches_are_seen_not_declared():
     found = {}
     for name, fusion in dict(plain=PLAIN, fused=SECOND.fusion_config(), again=PLAIN).items():
         trainer = SECOND.trainer(SECOND, with_fusion(settings, fusion), torch.device("cpu"))
-        found[name] = operations_by_sublayer(trainer, SECOND.open_source(settings).batch(0))
+        found[name] = operations_by_sublayer(trainer, SECOND.data(settings).batch(0))
     assert touched(found["again"], found["plain"]) == []
     assert touched(found["fused"], found["plain"]) == ["up"]  # where its ReLU is fused
 
@@ -148,25 +146,6 @@ def test_the_sublayers_that_a_switch_touches_are_seen_not_declared():
 def test_what_is_saved_is_a_percentage_of_what_there_was():
     assert (reduction(8.0, 2.0), reduction(2.0, 3.0), reduction(4, 0)) == (75.0, -50.0, 100.0)
     assert reduction(None, 2.0) is reduction(0, 2.0) is reduction(2.0, None) is None
-
-
-def test_effects_of_switches_are_means_over_the_others():
-    """relu gains 2x alone and 8x on top of residual, residual 1x and 4x; geometric means are 4 and 2."""
-    def row(relu, residual, seconds, saved, measured=True):
-        fusion = replace(PLAIN, enable_fused_relu=relu, enable_fused_residual=residual)
-        return dict(fusion_config=asdict(fusion), measured=measured, median_batch_time=seconds,
-                    saved_activation_mb=saved)
-    rows = [row(False, False, 8.0, 10.0), row(True, False, 4.0, 7.0), row(False, True, 8.0, 9.0),
-            row(True, True, 1.0, 4.0)]
-    assert switch_effects(SECOND, rows) == {
-        "enable_fused_relu": dict(speedup=pytest.approx(4.0), smallest=2.0, largest=8.0,
-                                  saved_activation_mb=4.0),
-        "enable_fused_residual": dict(speedup=pytest.approx(2.0), smallest=1.0, largest=4.0,
-                                      saved_activation_mb=2.0)}
-    rows[3]["measured"] = False
-    effects = switch_effects(SECOND, rows)
-    assert [effect["largest"] for effect in effects.values()] == [2.0, 1.0]
-    assert switch_effects(SECOND, [rows[0], rows[3]]) == {}
 
 
 # On paper
@@ -223,13 +202,10 @@ def test_details_name_what_is_within_noise(capsys):
         ("unclear", 0.9, 1.1), ("faster", 1.01, 1.2), ("slower", 0.8, 0.99), ("from one", 1.0, 1.3),
         ("to one", 0.7, 1.0)))]
     rows.append(dict(name="broken", measured=False, reason="x"))
-    effects = {"enable_opm_fusion": dict(speedup=1.25, smallest=1.0, largest=1.5, saved_activation_mb=2.0)}
-    print_details(dict(variants=rows, switch_effects=effects, nominal=None, launch_kind="gpu_kernels"))
+    print_details(dict(variants=rows, nominal=None, launch_kind="gpu_kernels"))
     out = capsys.readouterr().out
     assert "too few rounds for one): unclear, from one, to one\n" in out
-    assert "\nopm              1.250x over all settings of the others (from 1.000 to 1.500), saved " \
-           "activations -2.0 MB\n" in out
-    few = dict(variants=[before, rows[2]], switch_effects=None, nominal=None, launch_kind="gpu_kernels")
+    few = dict(variants=[before, rows[2]], nominal=None, launch_kind="gpu_kernels")
     print_details(few)
     assert capsys.readouterr().out.splitlines() == [
         "", *aligned(detail_table(few["variants"])), "",
@@ -247,7 +223,7 @@ def live(monkeypatch):
     variants = [variant("baseline", BEFORE), variant("all", AFTER, peak_memory_mb=30.0),
                 Variant("a name of some length", SETTINGS)]
     made = LiveTable(lambda result: saved.append([row["measured"] for row in result["variants"]]))
-    made.begin(dict(variants=[], switch_effects=None, nominal=None, launch_kind="cpu_ops"), variants, 2e12)
+    made.begin(dict(variants=[], nominal=None, launch_kind="cpu_ops"), variants, 2e12)
     return SimpleNamespace(table=made, now=now, saved=saved, variants=variants)
 
 
@@ -552,12 +528,6 @@ def test_a_variant_that_fails_drops_out_and_a_signal_ends_at_once():
     with pytest.raises(Interrupted):
         comparison.alternate(again, Pace(9), ["x"], signalled)
     assert [variant.losses for variant in again] == [[1.0, 1.0]] * 2 and log[-1] == "restore a"
-
-
-def test_combinations_count_up_from_the_baseline():
-    names = [variant.name for variant in combination_variants(tof.PROGRAM, tof.PROGRAM.settings())]
-    assert names[:5] == [BASELINE, "triangle", "flash_attention", "flash_attention+triangle", "qkv_triangle"]
-    assert len(names) == 16 and names[-1] == "qkv_msa+qkv_triangle+flash_attention+triangle"
 
 
 def test_settings_that_are_the_same_have_one_row_under_their_first_name():
