@@ -178,7 +178,7 @@ def restore(trainer, path):
             trainer.average.steps = saved.get("averaged_steps", 0)
             kept = packed(trainer, saved.get("average", saved["model"]))
             torch._foreach_copy_(trainer.average.weights, kept)
-        state, moments = trainer.optimizer.state_dict(), saved["moments"]
+        state, moments = trainer.optimizer.state_dict(), dict(saved["moments"])
         moments = {kind: packed(trainer, moments[kind]) for kind in ("exp_avg", "exp_avg_sq") if moments}
         state["state"] = {i: dict(step=torch.tensor(saved["updates"]),
                                   **{kind: tensors[i] for kind, tensors in moments.items()})
@@ -189,7 +189,7 @@ def restore(trainer, path):
         torch.set_rng_state(saved["rng"]["cpu"])
         if trainer.device.type == "cuda" and "cuda" in saved["rng"]:
             torch.cuda.set_rng_state(saved["rng"]["cuda"], trainer.device)
-        trainer.step_number = saved["step"]
+        trainer.step_number = int(saved["step"])
         trainer.best = {**trainer.best, **saved.get("best", {})}  # older ones have none
         trainer.gradient_norm.fill_(saved.get("gradient_norm", 0.0))
         trainer.trained_on, trainer.chosen_by = set(saved["trained_on"]), set(saved.get("chosen_by", ()))
