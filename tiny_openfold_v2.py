@@ -628,7 +628,7 @@ class Trainer:
         if self.masters:
             self.masters.take_gradients()
         loss = loss.detach()
-        self.world.add_up([loss, *(weight.grad for weight in self.updated if weight.grad is not None)])
+        self.world.add_up([loss, *(p.grad for p in self.updated if p.grad is not None)])
         self.scaler.unscale_(self.optimizer)
         limit = self.training.grad_clip
         self.gradient_norm.copy_(self.masters.clip(limit) if self.masters else

@@ -80,13 +80,18 @@ def attention_implementations(axis):
     return dict(plain=plain, compiled=plain, flex=flex, sdpa=sdpa, ours=ours)
 
 
+def called(call, plain, ours):
+    """{name: function(*tensors)}, each of which is call(plain or ours, *tensors)"""
+    def of(function):
+        return lambda *tensors: call(function, *tensors)
+    return dict(plain=of(plain), compiled=of(plain), ours=of(ours))
+
+
 def layer_implementations(axis):
     """{name: function(x (1, S, S, c), keys (1, S), head_weight, *weights and biases) -> (1, S, S, c)}"""
-    def with_function(function):
-        return lambda x, keys, head_weight, *weights: function(
-            x, *weights, HEADS, axis, head_weight=head_weight, keys=keys, residual=x)
-    plain = with_function(references.attention_layer)
-    return dict(plain=plain, compiled=plain, ours=with_function(attention_layer.attention_layer))
+    def call(function, x, keys, head_weight, *weights):
+        return function(x, *weights, HEADS, axis, head_weight=head_weight, keys=keys, residual=x)
+    return called(call, references.attention_layer, attention_layer.attention_layer)
 
 
 def layer_tensors(size, normal):
@@ -131,33 +136,24 @@ def attention_tensors(size, normal):
             present(size, normal)]
 
 
-def multiplication_implementations(outgoing):
+def multiplication_implementations():
     """{name: function(pair (1, S, S, c), seq_mask (1, S), *weights and biases) -> (1, S, S, c)}"""
-    def with_function(function):
-        def run(pair, seq_mask, *weights):
-            return function(pair, *weights, mask=seq_mask, outgoing=outgoing, residual=pair)
-        return run
-    plain = with_function(triangle_operator.reference)
-    ours = with_function(triangle_operator.triangle_multiplication)
-    return dict(plain=plain, compiled=plain, ours=ours)
+    def call(function, pair, seq_mask, *weights):
+        return function(pair, *weights, mask=seq_mask, outgoing=True, residual=pair)
+    return called(call, triangle_operator.reference, triangle_operator.triangle_multiplication)
 
 
 def multiplication_tensors(size, normal):
     c = CHANNELS
-
-    def affine():
-        return [1 + 0.1 * normal(c), 0.1 * normal(c)]
-    return [normal(1, size, size, c), present(size, normal), *affine(), c ** -0.5 * normal(4 * c, c),
-            normal(4 * c),
-            *affine(), c ** -0.5 * normal(c, c), normal(c), c ** -0.5 * normal(c, c), normal(c)]
+    norms = [1 + 0.1 * normal(c), 0.1 * normal(c)]
+    return [normal(1, size, size, c), present(size, normal), *norms, c ** -0.5 * normal(4 * c, c),
+            normal(4 * c), *norms, c ** -0.5 * normal(c, c), normal(c), c ** -0.5 * normal(c, c), normal(c)]
 
 
 def transition_implementations():
     """{name: function(x (1, S, S, c), *weights and biases) -> (1, S, S, c)}"""
-    def with_function(function):
-        return lambda x, *weights: function(x, *weights, 1e-5, residual=x)
-    plain = with_function(references.transition_layer)
-    return dict(plain=plain, compiled=plain, ours=with_function(transition_layer.transition_layer))
+    return called(lambda function, x, *weights: function(x, *weights, 1e-5, residual=x),
+                  references.transition_layer, transition_layer.transition_layer)
 
 
 def transition_tensors(size, normal):
@@ -173,7 +169,7 @@ OPERATIONS = {  # name: (tensors of a size, implementations)
     "sub-layer, ending node": (layer_tensors, partial(layer_implementations, 1)),
     "outer product": (partial(outer_tensors, 1, 64), outer_implementations),
     "outer product, B 4, N 16": (partial(outer_tensors, 4, 16), outer_implementations),
-    "triangle multiplication": (multiplication_tensors, partial(multiplication_implementations, True)),
+    "triangle multiplication": (multiplication_tensors, multiplication_implementations),
     "pair transition": (transition_tensors, transition_implementations),
 }
 COMPILED = ("compiled", "flex", "reordered", "layout")  # by torch.compile

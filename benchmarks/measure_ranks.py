@@ -58,10 +58,10 @@ def trained(name, gpus, batch, flags, steps):
         starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
         command = [sys.executable, *(starter if gpus > 1 else []), str(ROOT / "tiny_openfold_v2.py"),
                    *flags.split(), "--batch-size", str(batch), "--num-steps", str(steps), "--eval-every",
-                   str(steps + 1), "--profile-dir", f"{at}/results"]
+                   str(steps + 1), "--profile-dir", f"{at}/run"]
         done = subprocess.run(command, cwd=at, capture_output=True, text=True, check=False)
         try:
-            found = read_json(f"{at}/results/performance_summary_v2.json")["performance_summary"]
+            found = read_json(f"{at}/run/performance_summary_v2.json")["performance_summary"]
         except (UserError, KeyError):
             return row | dict(failed=" / ".join(done.stderr.strip().splitlines()[-3:])[-400:] or "no result")
     times = {f"{key}_ms": 1e3 * found[f"{key}_batch_time"] for key in ("median", "p20", "p80")}

@@ -20,19 +20,19 @@ def sentence(proteins):
             "coordinates")
 
 
-def listed(proteins):
+def below(proteins, share):
+    """The proteins less than such a share of which has coordinates, in words; "" if there are none."""
+    found = [protein for protein in proteins if located(protein) < share * protein.length]
     named = ", ".join(f"{printable(protein.name)} ({located(protein)} of {protein.length} residues)"
-                      for protein in proteins[:NAMED])
-    return named + (f" and {len(proteins) - NAMED} more" if len(proteins) > NAMED else "")
+                      for protein in found[:NAMED])
+    return named + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
 
 
 def require_coordinates(proteins, least):
     """One line on stderr for proteins less than half of which has coordinates. Raises UserError where it is
     less than `least`, --min-coordinates."""
-    shares = [located(protein) / protein.length for protein in proteins]
-    if bare := [protein for protein, share in zip(proteins, shares, strict=True) if share < least]:
-        raise UserError(f"too few coordinates in {listed(bare)}: fewer than --min-coordinates {least:g}; "
+    if bare := below(proteins, least):
+        raise UserError(f"too few coordinates in {bare}: fewer than --min-coordinates {least:g}; "
                         "is it the right structure? A lower --min-coordinates takes it as it is")
-    few = [protein for protein, share in zip(proteins, shares, strict=True) if share < FEW]
-    if few and torchrun.first():
-        print(f"warning: less than half has coordinates in {listed(few)}", file=sys.stderr)
+    if torchrun.first() and (few := below(proteins, FEW)):
+        print(f"warning: less than half has coordinates in {few}", file=sys.stderr)

@@ -444,7 +444,7 @@ def load_families(directory, left_out=None):
     try:
         paths = sorted(Path(directory).iterdir())
     except OSError as error:
-        raise UserError(f"{directory}: {error.strerror.lower()}") from None
+        raise UserError(f"{directory}: {error.strerror}") from None
     found = {}  # NAME -> (alignments, structures)
     for path in paths:
         stem, suffix = split_suffix(path)

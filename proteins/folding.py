@@ -47,7 +47,6 @@ class Fold:
     atoms: torch.Tensor      # (L, 5, 3) in the order of geometry.ATOMS, Å
     energy: float            # kT for each residue
     terms: dict              # {term: kT for each residue}
-    energies: list           # of all candidates, images behind each other
     mirrored: bool           # it grew from the mirror image of its trace
     gap: float               # kT for each residue by which the best of the other hand is worse
 
@@ -158,9 +157,9 @@ def frames_along(trace):
     return rotation, trace - rotation @ geometry.ideal_residue(trace.dtype)[3]
 
 
-def weights(done):
-    """What terms count when this share of the steps is done: each residue by itself first, the chain last."""
-    return dict(peptide=10 ** (-3.0 + 3.0 * min(done / 0.75, 1)))
+def stiffness(done):
+    """Of peptide bonds when this share of the steps is done: each residue by itself first, the chain last."""
+    return 10 ** (-3.0 + 3.0 * min(done / 0.75, 1))
 
 
 def fold_frames(potential, traces, sequence, orientations=None):
@@ -179,9 +178,11 @@ def fold_frames(potential, traces, sequence, orientations=None):
         clashing = done >= CLASHES_FROM
         if clashing and (pairs is None or step % REFRESH == 0):
             pairs = near_pairs(atoms)
-        energy = total(terms(potential, atoms, sequence, pairs, orientations), **weights(done))
+        costs = terms(potential, atoms, sequence, pairs, orientations)
+        if "peptide" in costs:
+            costs["peptide"] = stiffness(done) * costs["peptide"]
         optimizer.zero_grad()
-        energy.sum().backward()
+        sum(costs.values()).sum().backward()
         optimizer.step()
     with torch.no_grad():
         return geometry.backbone(geometry.rotations(axes[..., 0, :], axes[..., 1, :]), place)
@@ -203,17 +204,13 @@ def terms(potential, atoms, sequence, pairs=None, orientations=None):
     return found
 
 
-def total(found, **weight):
-    return sum(weight.get(term, 1) * value for term, value in found.items())
-
-
 def best_of(potential, atoms, sequence, orientations=None):
     """Fold of the candidates (B, L, 5, 3), of which the second half grew from mirror images."""
     found = terms(potential, atoms, sequence, near_pairs(atoms), orientations)
     size = len(sequence)
-    energies = total(found) / size
+    energies = sum(found.values()) / size
     best, half = int(energies.argmin()), len(energies) // 2
     other = energies[:half] if best >= half else energies[half:]
     by_term = {term: float(value[best]) / size for term, value in found.items()}
-    return Fold(atoms[best], float(energies[best]), by_term, energies.tolist(), best >= half,
+    return Fold(atoms[best], float(energies[best]), by_term, best >= half,
                 float(other.min() - energies[best]))

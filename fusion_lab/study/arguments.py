@@ -11,7 +11,6 @@ from fusion_lab.training.flags import (
     Parser,
     config_classes,
     flag,
-    note,
     read_settings,
     seconds,
     whole_number,
@@ -137,11 +136,8 @@ def combined_switches(options, vocabulary, use_amp):
         return switches
     program, off = vocabulary.program, vocabulary.program.fusion_config.preset(False)
     compiled = dict.fromkeys(off.names(), False) | dict(enable_torch_compile=True, use_amp=use_amp)
-    idle = [name for name in switches
-            if program.settings(**{**compiled, vocabulary.switches[name]: True}).idle(on_gpu=False)]
-    if idle:
-        note(f"note: not combined, since they change nothing on a CPU: {', '.join(idle)}")
-    return [name for name in switches if name not in idle]
+    return [name for name in switches
+            if not program.settings(**{**compiled, vocabulary.switches[name]: True}).idle(on_gpu=False)]
 
 
 def has_gpu(device):

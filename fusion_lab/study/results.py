@@ -14,7 +14,7 @@ FIGURES = ("median_batch_time", "p20_batch_time", "p80_batch_time", "avg_trainin
 MACHINE = ("gpu_name", "host_cpu", "torch_version", "cuda_version", "hip_version", "git_commit")
 LARGEST = 1e30  # no figure of a study comes near it, and products of a few stay finite
 SHORTEST, LONGEST = 1e-9, 1e9  # s; a step outside is a broken file
-LONGEST_PATH = 500  # in a message
+LONGEST_TEXT = 500  # in a message
 
 
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError)  # what reading content of another form raises
@@ -126,12 +126,12 @@ def read_config(directory, vocabulary):
         content = read_json(path, "study's config")
         theirs = program_of(content["study"])
         if isinstance(theirs, str) and theirs != vocabulary.program_key:
-            name = shlex.quote(theirs) if theirs.isprintable() and len(theirs) < LONGEST_PATH else "FILE"
+            name = shlex.quote(theirs) if theirs.isprintable() and len(theirs) < LONGEST_TEXT else "FILE"
             raise UserError(f"{path}: a study of another program; add --program {name}")
         return Study.read(content["study"], vocabulary), {
             key: str(content[key]) for key in ("command", "created")}
-    except MALFORMED:
-        raise UserError(f"{path}: not the config of a study") from None
+    except MALFORMED as error:
+        raise UserError(f"{path}: not the config of a study: {str(error)[:LONGEST_TEXT]}") from None
 
 
 def require_same_study(directory, study):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fusion_lab.training import files, torchrun
-from fusion_lab.training.files import FAILED, MISSING, UserError
+from fusion_lab.training.files import FAILED, UserError
 
 TIME_LIMIT = 600  # s for which a rank waits for the others
 
@@ -90,8 +90,6 @@ def begin(device):
     place = torchrun.place()
     if place.size == 1:
         return ALONE
-    if not torch.distributed.is_available():
-        raise UserError("this torch has no torch.distributed", MISSING)
     backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     try:
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=TIME_LIMIT), device_id=own)
@@ -102,34 +100,27 @@ def begin(device):
 
 
 def exit_code(run, argv, program):
-    """files.exit_code() for one of several ranks, too. Once they have met they end here, because NCCL would
-    wait for every captured graph to be gone."""
-    try:
-        code = files.exit_code(partial(as_a_rank, run), argv, program)
-    except Exception:
-        if not have_met():
-            raise
-        traceback.print_exc()
-        code = FAILED
-    if have_met():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
-
-
-def have_met():
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def as_a_rank(run, argv):
-    """run(argv), of which the first rank alone prints results. All say why they end, because torchrun may end
-    the first one before that can; that others are gone is one line, too."""
+    """files.exit_code(), also for one of several ranks. The first one prints results; all say why they end,
+    because torchrun may end the first before it can. They end here: NCCL would wait for captured graphs."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return files.exit_code(run, argv, program)
     if not torchrun.first():
         files.drop_output()
     try:
+        code = files.exit_code(partial(beside_others, run), argv, program)
+    except Exception:
+        traceback.print_exc()
+        code = FAILED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def beside_others(run, argv):
+    """run(argv), where it is no failure of this rank's own that the others are gone."""
+    try:
         return run(argv)
     except RuntimeError as error:
-        if have_met() and re.search("gloo|nccl", str(error), re.IGNORECASE):
+        if re.search("gloo|nccl", str(error), re.IGNORECASE):
             raise UserError(f"a rank lost the others: {str(error).splitlines()[0][:200]}", FAILED) from None
         raise

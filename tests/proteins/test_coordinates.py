@@ -48,5 +48,5 @@ def test_training_reads_families_through_it(monkeypatch, capsys):
 
 def test_a_file_is_not_called_a_missing_directory(tmp_path):
     (tmp_path / "README.md").write_text("x")
-    with pytest.raises(UserError, match="README.md: not a directory"):
+    with pytest.raises(UserError, match="README.md: Not a directory"):
         load_families(tmp_path / "README.md")

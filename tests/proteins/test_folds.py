@@ -60,49 +60,6 @@ def test_a_chain_visits_every_position_and_mostly_one_that_is_near():
     assert second.count(1) > second.count(2)
 
 
-def test_pieces_of_a_backbone_are_rigid_helices_and_strands_at_their_positions(monkeypatch):
-    """In turn upwards and downwards, neither bent nor mirrored; loops go from one to the next."""
-    made, loops = [], []
-    for name in ("helix", "strand"):
-        of = getattr(folds, name)
-        monkeypatch.setattr(folds, name, lambda length, of=of, name=name: made.append((name, of(length)))
-                            or made[-1][1])
-    monkeypatch.setattr(folds, "loop", lambda start, end, rng: loops.append((start, end)) or np.zeros((0, 3)))
-    monkeypatch.setattr(folds, "slots", lambda rng, residues: PLACES)
-    chain = folds.backbone(np.random.default_rng(0), 100)
-    pieces = np.split(chain, np.cumsum([len(piece) for _, piece in made]))[:-1]
-    assert [name for name, _ in made].count("helix") == 3 and len(pieces) == 6
-    for (end, start), before, after in zip(loops, pieces[:-1], pieces[1:], strict=True):
-        assert np.array_equal(end, before[-1]) and np.array_equal(start, after[0])
-    places = {tuple(place) for _, *place in PLACES}
-    for number, ((name, ideal), piece) in enumerate(zip(made, pieces, strict=True)):
-        turn, *_ = np.linalg.lstsq(ideal - ideal.mean(0), piece - piece.mean(0), rcond=None)
-        if name == "helix":  # a strand is flat, which leaves its turn open
-            assert turn @ turn.T == pytest.approx(np.eye(3), abs=1e-9) and np.linalg.det(turn) > 0
-        apart = [np.linalg.norm(x[:, None] - x, axis=-1) for x in (ideal, piece)]
-        assert apart[0] == pytest.approx(apart[1])
-        nearest = min(places, key=lambda place: np.linalg.norm(piece.mean(0)[[0, 2]] - place))
-        assert np.linalg.norm(piece.mean(0)[[0, 2]] - nearest) < 3
-        places.remove(nearest)
-        assert np.sign((piece[-1] - piece[0])[1]) == (-1) ** number
-
-
-PLACES = [*(("h", x, -9.8) for x in (-9.6, 0, 9.6)), *(("e", x, 0) for x in (-4.8, 0, 4.8))]
-
-
-def test_a_loop_is_an_arc_outwards_between_its_ends():
-    rng, start, end = np.random.default_rng(0), np.array([-5.0, 8, 0]), np.array([5.0, 8, 0])
-    found = [folds.loop(start, end, rng) for _ in range(400)]
-    assert {len(atoms) for atoms in found} == {3, 4, 5, 6}  # a bond apart, and up to three more
-    assert {len(folds.loop(start, start, rng)) for _ in range(99)} == {2, 3, 4, 5}
-    shortest = np.mean([atoms for atoms in found if len(atoms) == 3], axis=0)
-    assert shortest[:, 0] == pytest.approx([-2.5, 0, 2.5], abs=0.3)
-    rise = 0.45 * np.sqrt((4 * 3.4) ** 2 - 10 ** 2)
-    assert shortest[:, 1] == pytest.approx(8 + rise * np.array([0.75, 1, 0.75]), abs=0.3)
-    spread = np.std([atoms[1] for atoms in found if len(atoms) == 3], axis=0)
-    assert spread == pytest.approx([0.6] * 3, abs=0.15)
-
-
 def test_side_chains_of_a_helix_point_outwards_and_those_of_a_strand_in_turn():
     ca = folds.helix(12)
     cb = folds.side_chains(ca)

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.bounds.flops import made_in_place
 from fusion_lab.measuring.counters import OpCounter
-from fusion_lab.training import machine
 from fusion_lab.training.checkpoints import snapshot
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model, save_model
@@ -158,24 +157,19 @@ def test_with_a_structure_there_is_precision_beside_dca(tmp_path, model_file, ca
 
 @pytest.mark.parametrize("coevolution", ["none", "couplings"])
 def test_what_the_model_knew_and_saw_is_told(tmp_path, capsys, coevolution):
-    alignment, structure = with_structure(tmp_path)
+    alignment = an_alignment(tmp_path / "x.a3m")
     model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**SIZES, coevolution=coevolution), tof.FusionConfig())
     for names in (["x"], ["y"]):
         save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, dict(trained_on=names))
         flags = ["--resume", tmp_path / "m.pt", "--device", "cpu", "-o", tmp_path / "out", "--eval-seqs", 5]
-        assert run("--contacts", alignment, "--structure", structure, *flags) == 0
+        assert run("--contacts", alignment, *flags) == 0
         out, found = capsys.readouterr().out, json.loads((tmp_path / "out" / "x.json").read_text())
-        assert set(found) == {*("mode name residues rows rows_used extra_rows_used effective_rows coverage "
-                                "untested trained_on relative model model_config card files "
-                                "precision").split()}
-        assert (found["mode"], found["name"], found["residues"]) == ("contacts", "x", len(SEQUENCE))
         assert found["trained_on"] is (names == ["x"]) is ("trained on a family of this name" in out)
         assert found["relative"] == dict(name="x", e_value=None, trained=names == ["x"])
-        if coevolution == "couplings":  # which read all rows
-            depth = Depth.of(files.read_alignment(alignment))
-            assert f"Alignment: {depth}" in out and found["effective_rows"] == depth.effective
         extra = 20 if coevolution == "couplings" else 0
         assert (found["rows"], found["rows_used"], found["extra_rows_used"]) == (20, 5, extra)
+        if extra:  # depth is that of all rows that the model reads
+            assert found["effective_rows"] == Depth.of(files.read_alignment(alignment)).effective
         assert (", couplings of" in (tmp_path / "out" / "x.rr").read_text()) is bool(extra)
 
 
@@ -279,11 +273,6 @@ def test_the_memory_that_is_foretold_is_what_the_model_takes(length, rows, coevo
         with OpCounter() as counter:
             model(**batch)
     assert prediction.needs(config, dtype) == pytest.approx(counter.peak, rel=0.25)
-
-
-def test_free_memory_is_told():
-    found = machine.free_memory(CPU)
-    assert found is None or 2 ** 20 < found < 2 ** 50
 
 
 def test_evaluation_hands_sdpa_a_bias_that_it_need_not_copy(monkeypatch):

@@ -12,7 +12,7 @@ def test_settings_have_one_name():
     assert len(set(names)) == len(every) == 32
     assert [WORDS.parse(name) for name in names] == every
     assert WORDS.name(WORDS.parse("without-flash-attention")) in ("without-flash-attention", *WORDS.named)
-    in_old_studies = "qkv-fusion-msa+torch-compile+master-weights+combo-kernels+activation-checkpointing"
+    in_old_studies = "qkv-fusion-msa+torch-compile+master-weights+activation-checkpointing"
     assert WORDS.name(WORDS.parse(in_old_studies)) == in_old_studies
 
 
