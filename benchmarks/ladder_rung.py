@@ -68,7 +68,7 @@ def main(steps, flags):
     device = choose_device(settings.training.device)
     failures = failures_of(settings, device)
     process_settings(settings, device)
-    trainer, source = PROGRAM.trainer(PROGRAM, settings, device), PROGRAM.open_source(settings)
+    trainer, source = PROGRAM.trainer(PROGRAM, settings, device), PROGRAM.data(settings)
     batches = [to_device(source.batch(i), device) for i in range(4)]
     started = time.perf_counter()
     trainer.step(batches[0]).item()

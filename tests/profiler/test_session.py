@@ -27,8 +27,8 @@ from tests.support import ROOT, last_json, run_program
 
 CPU = torch.device("cpu")
 PROGRAM = tof.PROGRAM
-SIZES = dict(num_blocks=1, num_seqs=8, seq_len=24, msa_dim=16, pair_dim=16, outer_product_dim=4, batch_size=2, warmup_steps=1,
-             device="cpu")
+SIZES = dict(num_blocks=1, num_seqs=8, seq_len=24, msa_dim=16, pair_dim=16, outer_product_dim=4, batch_size=2,
+             warmup_steps=1, device="cpu")
 FLAGS = [word for name, value in SIZES.items() for word in ("--" + name.replace("_", "-"), value)]
 
 

@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 
 
 def test_a_step_line():
-    trainer = SimpleNamespace(training=SimpleNamespace(num_steps=120, batch_size=4, log_every=2), step_number=5,
-                              world=ALONE)
+    training = SimpleNamespace(num_steps=120, batch_size=4, log_every=2)
+    trainer = SimpleNamespace(training=training, step_number=5, world=ALONE)
     timer = SimpleNamespace(seconds=lambda: np.array([[9.0, 9.0], [0.005, 0.0075], [0.0025, 0.01]]))
     assert step_line(trainer, torch.tensor(1.25), timer, 10.26) == (
         "Step   5/120 | Loss: 1.2500 | Speed:  320.0 samples/sec | Memory:   10.3 MB | Time:  12.5ms")
@@ -56,7 +56,8 @@ def test_the_last_line_is_shortened_from_behind(capsys):
 def test_how_to_go_on(capsys):
     def said(done, saved, stopped=None, schedule="constant"):
         training = SimpleNamespace(save_checkpoint=saved, save_best=None, num_steps=10, lr_schedule=schedule)
-        trainer = SimpleNamespace(step_number=done, training=training, best=dict(score=None, step=None, since=2))
+        trainer = SimpleNamespace(step_number=done, training=training,
+                                  best=dict(score=None, step=None, since=2))
         print_ending(trainer, ["s.json", None, "m.jsonl"], stopped)
         return capsys.readouterr().out
 

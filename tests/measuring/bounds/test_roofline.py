@@ -84,7 +84,8 @@ FEW_ROWS = dict(num_blocks=1, num_seqs=3, seq_len=13, batch_size=1, msa_dim=8, o
 
 def of_formulas(settings):
     """{sub-layer or "rest": FLOPs of a step of one block}; backward takes twice those of forward."""
-    found = {name: 3 * cost.flops for name, cost in costs(settings.model, settings.fusion, settings.training).items()}
+    of_a_step = costs(settings.model, settings.fusion, settings.training)
+    found = {name: 3 * cost.flops for name, cost in of_a_step.items()}
     return {"rest": found.pop("heads"), **found}
 
 
