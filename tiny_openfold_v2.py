@@ -665,6 +665,7 @@ def run_steps(trainer, source, profiling, found, metrics, stop):
     steps = range(trainer.step_number, training.num_steps)
     supply = batches(source, steps, trainer.device, world)  # each is made while the step before it runs
     with tqdm(total=len(steps), disable=not world.first or None, unit="step", leave=False) as bar:
+        say = partial(bar.write, file=sys.stdout)
         for done in range(steps.start + 1, steps.stop + 1):
             timer.start()
             batch = next(supply)
@@ -684,10 +685,10 @@ def run_steps(trainer, source, profiling, found, metrics, stop):
             metrics.flush()  # before a checkpoint knows of these steps
             if log or stop.signal:
                 memory = peak_megabytes(trainer.device, found)
-                bar.write(reporting.step_line(trainer, losses[-1], timer, memory), file=sys.stdout)
+                say(reporting.step_line(trainer, losses[-1], timer, memory))
             if look and not (last or stop.signal):
                 with profiling.paused(), unmeasured_memory(trainer.device, found):
-                    bar.write(evaluate(trainer, source, metrics, stop), file=sys.stdout)
+                    evaluate(trainer, source, metrics, stop, say)
             ending = last or stop.signal or out_of_patience(trainer)
             if training.save_checkpoint and (keep or ending):
                 save(trainer, training.save_checkpoint)
@@ -715,7 +716,7 @@ def train(program, settings, compare_with=None):
         result = summary.summarise(trainer, found, losses, times)
         path = summary.write(trainer, result)  # before anything that can fail
         if not stop.signal:
-            print(evaluate(trainer, source, metrics, stop, final=True))
+            evaluate(trainer, source, metrics, stop, print, final=True)
         summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
         analysis = write_analysis(trainer, source, found, times, profiling)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], stop.signal)

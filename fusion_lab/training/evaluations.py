@@ -33,15 +33,16 @@ def own_random_numbers(device):
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
-def evaluate(trainer, source, metrics, stop, final=False):
-    """Evaluate the weights of this step, averaged if they are; returns a line for people, or None. A better
-    one than all before goes into --save-best. A signal ends it early; then it counts for nothing."""
+def evaluate(trainer, source, metrics, stop, say, final=False):
+    """Evaluate the weights of this step, averaged if they are, and say(a line). What is better than all before
+    goes into --save-best. A signal ends it early; then it counts for nothing."""
     with trainer.averaged(), own_random_numbers(trainer.device):
         found = trainer.world.from_first(lambda: source.evaluate(trainer, stop, final))
     if found is None:
-        return None
+        return
     if stop.signal:
-        return f"Interrupted in the evaluation after step {trainer.step_number}"
+        return say(f"Interrupted in the evaluation after step {trainer.step_number}")
+    say(found.line)
     metrics.evaluation(trainer.step_number, found, final)
     best = trainer.best
     if found.score is not None and (best["score"] is None or found.score > best["score"]):
@@ -50,4 +51,3 @@ def evaluate(trainer, source, metrics, stop, final=False):
             save(trainer, trainer.training.save_best)
     elif found.score is not None:
         trainer.best = dict(best, since=best["since"] + 1)
-    return found.line

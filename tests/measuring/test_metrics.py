@@ -1,56 +1,103 @@
-"""metrics.jsonl of a resumed run: the lines that its checkpoint knows of, once, and none of another run."""
+"""metrics.jsonl: every step and evaluation once, of one run, also where it was resumed; and its picture."""
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fusion_lab.measuring.metrics import Metrics
+from fusion_lab.measuring import metrics
+from fusion_lab.training.distributed import ALONE
+from fusion_lab.training.evaluations import Evaluation
+from fusion_lab.training.files import UserError
 from tests.second_program import PROGRAM as SECOND
 
 
-def line(step, norm=0.5, **more):
-    return json.dumps(dict(step=step, loss=2.0, learning_rate=1e-3, gradient_norm=norm, **more)) + "\n"
+def of_run(directory, step=0, norm=0.5):
+    trainer = SimpleNamespace(world=ALONE, step_number=step, gradient_norm=torch.tensor(norm),
+                              settings=SECOND.settings(profile_dir=str(directory)))
+    return metrics.Metrics(trainer)
 
 
-def evaluation(step, score=0.5):
-    return json.dumps(dict(step=step, evaluation=dict(score=score))) + "\n"
+def noted(number, loss=1.0, norm=0.5, rate=1e-3):
+    """Arguments of Metrics.step()."""
+    return number, torch.tensor(loss), SimpleNamespace(
+        gradient_norm=torch.tensor(norm), optimizer=SimpleNamespace(param_groups=[dict(lr=rate)]))
 
 
-def resumed(directory, content, step=4, evaluated=2, norm=0.5):
-    """What becomes of a file with this content where a checkpoint continues, and what is set aside."""
-    path = directory / "metrics.jsonl"
-    path.write_text("".join(content))
-    (directory / "learning_curve.png").write_text("curve")
-    trainer = SimpleNamespace(step_number=step, evaluated=evaluated, gradient_norm=torch.tensor(norm),
-                              training=SimpleNamespace(resume="c.pt"))
-    Metrics(SECOND.settings(profile_dir=str(directory), resume="c.pt"), trainer=trainer)
-    aside = [kept.read_text() for kept in directory.glob("metrics.jsonl.old-*")]
-    return path.read_text() if path.exists() else None, *aside
+def line(step, norm=0.5, loss=2.0):
+    return json.dumps(dict(step=step, loss=loss, learning_rate=1e-3, gradient_norm=norm)) + "\n"
+
+
+def evaluation(step):
+    return json.dumps(dict(step=step, evaluation=dict(score=0.5))) + "\n"
 
 
 KNOWN = [line(1), line(2), evaluation(2), line(3), line(4)]
 
 
-@pytest.mark.parametrize("later, aside", [
-    ([], False), ([evaluation(4, 0.1)], False), ([line(5)], True), ([evaluation(4), line(5), line(6)], True),
-    (['{"step": 5, "lo'], False), (["nonsense\n"], True), ([line(4), evaluation(2)], False)])
-def test_what_comes_again_is_cut(later, aside, tmp_path):
-    """Where steps go, which another run may have gone on from, the file is kept."""
-    found = resumed(tmp_path, KNOWN + later)
-    assert found == ("".join(KNOWN), *["".join(KNOWN + later)] * aside)
-    assert (tmp_path / "learning_curve.png").read_text() == "curve"
+def test_they_are_read_when_they_are_written(tmp_path):
+    """A norm that the trainer overwrites, and a rate that it changes, stay those of their step."""
+    found = of_run(tmp_path)
+    step = noted(1, loss=2.0)
+    found.step(*step)
+    step[2].gradient_norm.fill_(9.0)
+    found.step(*noted(2, loss=float("nan"), rate=5e-4))
+    assert not (tmp_path / "metrics.jsonl").exists()
+    found.evaluation(2, Evaluation("a line", dict(score=0.25)))
+    found.step(*noted(3))
+    found.flush()
+    found.flush()
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        dict(step=1, loss=2.0, learning_rate=1e-3, gradient_norm=0.5),
+        dict(step=2, loss=None, learning_rate=5e-4, gradient_norm=0.5),
+        dict(step=2, evaluation=dict(score=0.25)),
+        dict(step=3, loss=1.0, learning_rate=1e-3, gradient_norm=0.5)]
 
 
-@pytest.mark.parametrize("content, norm", [(KNOWN, 0.25), (KNOWN[:4], 0.5), ([], 0.5)])
-def test_the_file_of_another_run_is_set_aside(content, norm, tmp_path, capsys):
-    assert resumed(tmp_path, content, norm=norm) == (None, "".join(content))
-    assert capsys.readouterr().out == (
-        f"{tmp_path / 'metrics.jsonl'}: of another run than c.pt; it is set aside\n")
-    assert not (tmp_path / "learning_curve.png").exists()
+@pytest.mark.parametrize("later", [[], [line(5)], [evaluation(5), line(5), line(6)], ['{"step": 5, "lo']])
+def test_what_comes_again_is_cut(later, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(KNOWN + later))
+    of_run(tmp_path, step=4)
+    assert metrics.read_metrics(tmp_path / "metrics.jsonl") == (
+        [json.loads(KNOWN[i]) for i in (0, 1, 3, 4)], [json.loads(KNOWN[2])])
 
 
-def test_norms_that_json_cannot_hold_and_old_checkpoints(tmp_path):
-    content = [*KNOWN[:4], line(4, norm=None)]
-    assert resumed(tmp_path, content, norm=float("inf")) == ("".join(content),)
-    assert resumed(tmp_path, KNOWN[:2], norm=0.0) == ("".join(KNOWN[:2]),)  # has no norm
+@pytest.mark.parametrize("content, norm", [(KNOWN, 0.25), (KNOWN[:4], 0.5)])
+def test_the_file_of_another_run_is_set_aside(content, norm, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(content))
+    of_run(tmp_path, step=4, norm=norm)
+    kept, = tmp_path.iterdir()
+    assert kept.name.startswith("metrics.jsonl.old-") and kept.read_text() == "".join(content)
+
+
+def test_a_norm_that_json_cannot_hold_is_known_again(tmp_path):
+    content = "".join([*KNOWN[:4], line(4, norm=None)])
+    (tmp_path / "metrics.jsonl").write_text(content)
+    of_run(tmp_path, step=4, norm=float("inf"))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_of_a_step_that_stands_there_twice_the_last_counts(tmp_path):
+    (tmp_path / "m").write_text(line(1) + line(2, loss=4.0) + line(2, loss=5.0))
+    assert [step["loss"] for step in metrics.read_metrics(tmp_path / "m")[0]] == [2.0, 5.0]
+    with pytest.raises(UserError, match="absent"):
+        metrics.read_metrics(tmp_path / "absent")
+
+
+def test_the_learning_curve_has_all_steps_and_evaluations(tmp_path, monkeypatch, capsys):
+    found = of_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n{"step": 2, "evaluation": {"a": 0.5, "b": 0.25}}\n'
+        '{"step": 4, "evaluation": {"a": 0.75}}\n')
+    figures = []
+    pyplot = metrics.require_matplotlib()
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    assert found.draw() == str(tmp_path / "learning_curve.png")
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    left, right = figures[0].axes
+    lines = [[line.get_label(), *(list(data) for data in line.get_data())] for line in right.get_lines()]
+    assert lines == [["a", [2, 4], [0.5, 0.75]], ["b", [2], [0.25]]]
+    loss, = left.get_lines()
+    assert [list(data) for data in loss.get_data()] == [[1, 2], [2, 1]]
+    monkeypatch.setattr(metrics, "save", lambda *_: 1 / 0)
+    assert found.draw() is None and "learning_curve.png" in capsys.readouterr().err  # it never ends a run

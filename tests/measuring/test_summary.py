@@ -2,7 +2,6 @@
 import contextlib
 import json
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +9,10 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import metrics, summary
+from fusion_lab.measuring import summary
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.training.distributed import ALONE
-from fusion_lab.training.files import UserError
 from tests.second_program import PROGRAM as SECOND
 from tests.support import last_json
 
@@ -67,19 +65,19 @@ def test_a_summary_of_a_graph_on_a_gpu(monkeypatch):
     monkeypatch.setattr(summary, "peak_megabytes", lambda *_: order.append("peak") or 7.5)
     monkeypatch.setattr(summary, "system_info", lambda device: dict(device=str(device)))
     settings = SECOND.settings(batch_size=6, use_amp=True)
-    trainer = SimpleNamespace(program=replace(SECOND, evaluation_name="seen", statistics=lambda s: dict(n=1)),
+    trainer = SimpleNamespace(program=SECOND, model=SimpleNamespace(statistics=lambda: dict(n=1)),
                               settings=settings, device=GPU, graph="captured", amp_dtype=torch.bfloat16,
                               world=ALONE)
     found = Findings(dict(a=3 * 2 ** 20), 2 * 10 ** 12, launches=9, warmup_time=1.5, first_step_time=0.5)
     times = np.array([[0.0, 1.0, 0.0, 0.0]] * 2)
-    result = summary.summarise(trainer, found, [2.0, 1.0], times, dict(final=3))
+    result = summary.summarise(trainer, found, [2.0, 1.0], times)
     figures = result["performance_summary"]
     assert order == ["peak", (GPU, torch.bfloat16)]
     assert [figures[f"avg_{phase}_time"] for phase in ("forward", "backward", "optimizer")] == [None] * 3
     assert (figures["launch_kind"], figures["peak_memory_mb"], figures["saved_activation_mb"]) == (
         "gpu_kernels", 7.5, 3.0)
     assert (figures["achieved_tflops"], figures["mfu"], figures["warmup_time"]) == (2.0, 0.25, 1.5)
-    assert result["seen"] == dict(final=3) and result["fusion_statistics"] == dict(n=1)
+    assert result["fusion_statistics"] == dict(n=1)
     assert result["training_params"]["amp_dtype"] == "bfloat16" and figures["first_step_time"] == 0.5
 
 
@@ -163,105 +161,3 @@ def test_only_summaries_are_read(tmp_path):
                  system_info=dict(gpu_name=None))
     path.write_text(json.dumps(dict(whole, performance_summary=dict(avg_training_speed=4, peak_memory_mb=0))))
     assert summary.read_summary(path) == dict(whole, fusion_config={}, speed=4.0, memory=None)
-    for content, words in (('{"performance_summary": {"avg_training_speed": 0}}', "must be positive"),
-                           ('{"performance_summary": {"avg_training_speed": -1}}', "must be positive"),
-                           ('{"performance_summary": {"avg_training_speed": NaN}}', "must be positive"),
-                           ('{"performance_summary": {"avg_training_speed": 1, "peak_memory_mb": -1}}',
-                            "peak_memory_mb = -1: must be positive"),
-                           ('{"performance_summary": {"avg_training_speed": 1}, "config": [1]}',
-                            "config must be an object"),
-                           ('{"performance_summary": {}}', "not a performance summary: it lacks perf"),
-                           ("[]", "not a performance summary: must be an object")):
-        path.write_text(content)
-        with pytest.raises(UserError, match=words):
-            summary.read_summary(path)
-    with pytest.raises(UserError, match="No such file"):
-        summary.read_summary(tmp_path / "absent")
-
-
-# The metrics of a run
-
-
-def noted(number, loss=1.0, norm=0.5, rate=1e-3):
-    """Arguments of Metrics.step()."""
-    return number, torch.tensor(loss), SimpleNamespace(
-        gradient_norm=torch.tensor(norm), optimizer=SimpleNamespace(param_groups=[dict(lr=rate)]))
-
-
-def test_metrics_are_read_when_they_are_written(tmp_path):
-    """A norm that the trainer overwrites, and a rate that it changes, stay those of their step."""
-    found = metrics.Metrics(SECOND.settings(profile_dir=str(tmp_path)))
-    step = noted(1, loss=2.0)
-    found.step(*step)
-    step[2].gradient_norm.fill_(9.0)
-    found.step(*noted(2, loss=float("nan"), rate=5e-4))
-    assert not (tmp_path / "metrics.jsonl").exists()
-    found.evaluation(2, dict(score=0.25))
-    found.step(*noted(3))
-    found.flush()
-    found.flush()
-    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
-        dict(step=1, loss=2.0, learning_rate=1e-3, gradient_norm=0.5),
-        dict(step=2, loss=None, learning_rate=5e-4, gradient_norm=0.5),
-        dict(step=2, evaluation=dict(score=0.25)),
-        dict(step=3, loss=1.0, learning_rate=1e-3, gradient_norm=0.5)]
-
-
-def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path):
-    path, settings = tmp_path / "metrics.jsonl", SECOND.settings(profile_dir=str(tmp_path))
-    lines = '{"step": 1, "loss": 2}\n{"step": 3, "loss": 4}\n{"step": 2, "evaluation": {}}\n'
-    path.write_text(lines + '{"step": 3, "loss": 5}\n{"step": 4, "lo')
-    trainer = SimpleNamespace(step_number=3, evaluated=2, gradient_norm=torch.zeros(()))
-    metrics.Metrics(settings.having(resume="c.pt"), trainer=trainer)
-    kept = ['{"step": 1, "loss": 2}', '{"step": 2, "evaluation": {}}', '{"step": 3, "loss": 5}']
-    assert path.read_text().splitlines() == kept and [*tmp_path.iterdir()] == [path]
-    assert metrics.read_metrics(path) == (
-        [dict(step=1, loss=2), dict(step=3, loss=5)], [dict(step=2, evaluation={})])
-    metrics.Metrics(settings)
-    assert not path.exists() and len(list(tmp_path.glob("metrics.jsonl.old-*"))) == 1
-    path.mkdir()
-    with pytest.raises(UserError, match="cannot write .*metrics.jsonl: Is a directory"):
-        metrics.Metrics.flush(SimpleNamespace(pending=[], path=str(path), writer=None, writes=True))
-
-
-@pytest.mark.parametrize("line", [
-    '"step": "1", "loss": 2', '"step": 1.0, "loss": 2', '"step": true, "loss": 2', '"step": 1, "loss": "2"',
-    '"step": 1, "loss": true', '"step": 1', '"step": 1, "evaluation": {"a": "x"}',
-    '"step": 1, "evaluation": [1]'])
-def test_lines_without_numbers_are_no_metrics(line, tmp_path):
-    good = '{"step": 2, "loss": null}\n{"step": 2, "evaluation": {"a": null, "b": 1}}\n'
-    (tmp_path / "m").write_text(f"{{{line}}}\n{good}")
-    assert metrics.read_metrics(tmp_path / "m") == (
-        [dict(step=2, loss=None)], [dict(step=2, evaluation=dict(a=None, b=1))])
-
-
-def test_an_earlier_learning_curve_is_kept(tmp_path):
-    (tmp_path / "learning_curve.png").write_text("earlier")
-    metrics.Metrics(SECOND.settings(profile_dir=str(tmp_path)))
-    kept, = tmp_path.iterdir()
-    assert kept.name.startswith("learning_curve.png.old-") and kept.read_text() == "earlier"
-
-
-def test_the_learning_curve_has_all_steps_and_evaluations(tmp_path, monkeypatch, capsys):
-    found = metrics.Metrics(SECOND.settings(profile_dir=str(tmp_path)))
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n{"step": 2, "evaluation": {"a": 0.5, "b": 0.25}}\n'
-        '{"step": 4, "evaluation": {"a": 0.75}}\n')
-    figures = []
-    pyplot = metrics.require_matplotlib()
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    assert found.draw() == str(tmp_path / "learning_curve.png")
-    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    left, right = figures[0].axes
-    lines = [[line.get_label(), *(list(data) for data in line.get_data())] for line in right.get_lines()]
-    assert lines == [["a", [2, 4], [0.5, 0.75]], ["b", [2], [0.25]]] and right.get_ylim() == (0, 1)
-    loss, = left.get_lines()
-    assert [list(data) for data in loss.get_data()] == [[1, 2], [2, 1]]
-    assert (left.get_xlabel(), left.get_ylabel()) == ("step", "training loss") and right.get_legend()
-    assert left.get_title() == "Learning curve" and right.get_ylabel() == "evaluation"
-    monkeypatch.setattr(metrics, "save", lambda *_: 1 / 0)
-    assert found.draw() is None
-    assert capsys.readouterr().err == "warning: no learning_curve.png: division by zero\n"
-    monkeypatch.setattr(metrics, "require_matplotlib", lambda: 1 / 0)
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    assert found.draw() is None and capsys.readouterr().err == ""  # not installed: nobody asked for a picture
