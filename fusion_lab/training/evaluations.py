@@ -34,8 +34,8 @@ def own_random_numbers(device):
 
 
 def evaluate(trainer, source, metrics, stop, say, final=False):
-    """Evaluate the weights of this step, averaged if they are, and say(a line). What is better than all before
-    goes into --save-best. A signal ends it early; then it counts for nothing."""
+    """Evaluate the weights of this step, averaged if they are, and say(a line). What is better than all
+    before goes into --save-best. A signal ends it early; then it counts for nothing."""
     with trainer.averaged(), own_random_numbers(trainer.device):
         found = trainer.world.from_first(lambda: source.evaluate(trainer, stop, final))
     if found is None:
