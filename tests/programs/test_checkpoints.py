@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training.checkpoints import OF_A_SESSION, read_checkpoint, restore, snapshot
+from fusion_lab.training.checkpoints import read_checkpoint, restore, snapshot
 from fusion_lab.training.files import UserError
-from fusion_lab.training.saved import write_saved
 from proteins.batches import SyntheticProteins
 
 SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
@@ -35,7 +34,7 @@ def trained(steps=3, overflows=0, **values):
 
 
 def saved_to(path, trainer):
-    write_saved(path, snapshot(trainer))
+    torch.save(snapshot(trainer), path)
     return path
 
 
@@ -81,12 +80,6 @@ class Evil:
 def test_loading_a_checkpoint_runs_no_code_of_it(tmp_path):
     whole = snapshot(trainer_of())
     torch.save({**whole, "trained_on": [Evil(tmp_path / "it ran")]}, tmp_path / "evil.pt")
-    with pytest.raises(UserError, match="damaged or not a checkpoint"):
+    with pytest.raises(UserError, match="damaged"):
         read_checkpoint(tmp_path / "evil.pt", tof.PROGRAM, tof.PROGRAM.settings(**SMALL).model)
     assert not (tmp_path / "it ran").exists()
-
-
-def test_what_a_continuation_may_change_without_a_word():
-    assert set(OF_A_SESSION) == {
-        "num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every", "save_best",
-        "early_stopping", "resume", "init_from", "device"}

@@ -21,7 +21,6 @@ from fusion_lab.measuring.comparison import worth
 from fusion_lab.measuring.comparison.table import cells, print_details
 from fusion_lab.measuring.comparison.variants import (
     Variant,
-    combination_variants,
     comparison_variants,
     pick,
     refuse_idle,
@@ -97,7 +96,6 @@ def test_variants_come_from_the_config_and_the_baseline_is_first():
         assert not any(v.settings.idle(False) for v in variants if v.name == "+ projection")
     as_given = [v for v in rows_for(EVERYTHING) if v.name == "as given"]  # partly idle, measured all the same
     assert [v.settings.fusion for v in as_given] == [EVERYTHING]
-    assert len({v.settings.fusion for v in combination_variants(tof.PROGRAM, SETTINGS)}) == 16
 
 
 def test_rows_are_picked_by_name_and_the_baseline_is_always_there():
@@ -136,7 +134,7 @@ def test_on_a_cpu_one_row_compiles_by_default():
     (tof.FusionConfig(), []), (EVERYTHING, []),
     (tof.FusionConfig(enable_torch_compile=True, enable_opm_fusion=False), ["as given"])])
 def test_on_a_gpu_torch_compile_and_the_presets_compile_by_default(given, more):
-    half = tof.COMMAND_LINE.settings(use_amp=True, amp_dtype="bfloat16")
+    half = tof.PROGRAM.settings(use_amp=True, amp_dtype="bfloat16")
     kind, variants = tof.FusionConfig, comparison_variants(tof.PROGRAM, with_fusion(half, given), True)
     usual = {v.name: v.settings.fusion for v in usual_rows(variants, tof.PROGRAM, True) if v.compiled}
     assert [*usual] == ["all + torch.compile", "everything", "ultra", *more]
@@ -243,13 +241,15 @@ ROW_KEYS = {"name", "measured", "reason", "fusion_config", "median_batch_time", 
 
 
 @pytest.mark.slow
-def test_compare_fusion_combinations_from_the_command_line(tmp_path):
-    flags = [*FLAGS, "--compare-fusion", "--combinations", "--num-steps", 2, "--profile-dir", tmp_path]
+def test_compare_fusion_from_the_command_line(tmp_path):
+    names = ["baseline", "qkv_msa", "flash_attention", "triangle", "all"]
+    flags = [*FLAGS, "--compare-fusion", "--variants", " ".join(names), "--num-steps", 2,
+             "--profile-dir", tmp_path / "p"]
     result = run_program("tiny_openfold_v2.py", *flags)
     assert result.returncode == 0, result.stderr
     report = last_json(result)
-    assert report == json.loads((tmp_path / "fusion_comparison_v2.json").read_text())
-    assert len(report["variants"]) == 16 and tuple(report["switch_effects"]) == tof.PROGRAM.headline
+    assert report == json.loads((tmp_path / "p/fusion_comparison_v2.json").read_text())
+    assert [entry["name"].removesuffix(" alone") for entry in report["variants"]] == names
     for entry in report["variants"]:
         assert ROW_KEYS <= set(entry) and entry["measured"]
         parts = sum(entry[f"median_{phase}_time"] for phase in ("forward", "backward", "optimizer"))
@@ -307,28 +307,15 @@ def test_rows_are_kept_when_a_signal_ends_the_comparison(tmp_path):
     assert report["variants"][2]["reason"] == "stopped before it was measured"
 
 
-def test_a_signal_before_the_first_round_leaves_earlier_results(tmp_path, capsys):
+def test_a_signal_before_the_first_round_leaves_no_figures(tmp_path, capsys):
     """The signal comes while the data are opened."""
     def open_source(settings):
         signal.raise_signal(signal.SIGINT)
         return tof.PROGRAM.data(settings)
 
     program = dataclasses.replace(tof.PROGRAM, data=open_source)
-    settings, earlier = SETTINGS.having(profile_dir=str(tmp_path)), tmp_path / "fusion_comparison_v2.json"
-    earlier.write_text("{}")
+    settings = SETTINGS.having(profile_dir=str(tmp_path))
     assert comparison.compare_fusion(program, settings, picked="all cuda_graphs torch.compile") == 130
-    first, second, last = capsys.readouterr().out.splitlines()
-    assert "| B 2, N 6, S 16 |" in first and second == "Interrupted before the first round: no figures"
-    assert earlier.read_text() == "{}" and json.loads(last)["variants"] == []
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["variants"] == []
+    assert not os.listdir(tmp_path)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_earlier_results_stay_in_place_until_there_are_new_ones(tmp_path):
-    earlier = tmp_path / "fusion_comparison_v2.json"
-    earlier.write_text("{}")
-    with pytest.raises(UserError, match="is no row"):
-        comparison.compare_fusion(tof.PROGRAM, SETTINGS.having(profile_dir=str(tmp_path)), picked="al")
-    assert os.listdir(tmp_path) == [earlier.name]
-    settings = SETTINGS.having(profile_dir=str(tmp_path), num_steps=1)
-    assert comparison.compare_fusion(tof.PROGRAM, settings, picked="baseline") == 0
-    assert len(os.listdir(tmp_path)) == 2 and json.loads(earlier.read_text())["variants"]

@@ -1,8 +1,4 @@
 """Where Linux's own interfaces are missing, as on a Mac. Nothing here ran on a Mac."""
-import json
-
-import pytest
-
 from tests.support import run_program
 
 # sitecustomize.py, which every Python that is started runs first
@@ -37,8 +33,6 @@ class Library(ctypes.CDLL):
 
 ctypes.CDLL = Library
 '''
-SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
-         "--num-seqs 4 --seq-len 16 --batch-size 2 --warmup-steps 1 --num-steps 2").split()
 
 
 def run_like_a_mac(directory, *flags):
@@ -52,17 +46,3 @@ def test_it_starts_without_what_linux_has(tmp_path):
     assert run_like_a_mac(tmp_path, "--help").returncode == 0
     found = run_like_a_mac(tmp_path, "--batchsize", "3")
     assert found.returncode == 2 and "--batchsize" in found.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [
-    [*SMALL, "--save-checkpoint", "run.pt"], ["--compare-fusion", *SMALL, "--variants", "qkv_msa"],
-    ["--contacts", "x.a3m"]], ids=lambda flags: next((f for f in flags[:1] if "-" in f), "training"))
-def test_it_works_without_what_linux_has(flags, tmp_path):
-    query = "MKVLAAGIVGLPNVGKSTLFNALTKAGAEA"
-    (tmp_path / "x.a3m").write_text("".join(f">r{i}\n{query[i:] + query[:i]}\n" for i in range(6)))
-    found = run_like_a_mac(tmp_path, *flags, "--device", "cpu")
-    assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout.splitlines()[-1])
-
-

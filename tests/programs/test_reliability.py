@@ -14,13 +14,14 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import summary
-from fusion_lab.measuring.comparison import rungs
-from fusion_lab.measuring.comparison.pace import Pace
 from fusion_lab.measuring.guardian import Guardian
 from fusion_lab.training import files
 from fusion_lab.training.checkpoints import read_checkpoint
+from fusion_lab.training.evaluations import Evaluation
 from fusion_lab.training.files import UserError
-from proteins.files import read_alignment, read_structure
+from proteins.batches import SyntheticProteins
+from tests.second_program import PROGRAM as SMALL_PROGRAM
+from tests.second_program import Numbers
 from tests.support import PATIENCE, ROOT, last_json
 
 SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
@@ -28,41 +29,50 @@ SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 -
 
 
 def train(directory, *flags, program=tof.PROGRAM):
-    return tof.main([*SMALL, "--profile-dir", str(directory), *map(str, flags)], program)
+    return tof.main([*SMALL, "--profile-dir", str(directory / "p"), *map(str, flags)], program)
 
 
 # --- The summary is there whatever fails after the training ------------------------------------------------
 
-def test_a_failing_evaluation_or_comparison_leaves_the_summary(tmp_path, monkeypatch):
-    def evaluate(*_, final=False):
-        raise RuntimeError("no map today")
+def samples(directory):
+    summary = json.loads((directory / "p/performance_summary_v2.json").read_text())
+    return summary["performance_summary"]["total_samples"]
 
+
+class Unlucky(SyntheticProteins):
+    def evaluate(self, trainer, stop, final=False):
+        if final:
+            raise RuntimeError("no map today")
+
+
+def test_a_failing_evaluation_leaves_the_summary(tmp_path):
     with pytest.raises(RuntimeError, match="no map today"):
-        train(tmp_path, program=dataclasses.replace(tof.PROGRAM, evaluate=evaluate))
-    path = tmp_path / "performance_summary_v2.json"
-    assert json.loads(path.read_text())["performance_summary"]["total_samples"] == 2
-    path.unlink()
+        train(tmp_path, program=dataclasses.replace(tof.PROGRAM, data=Unlucky))
+    assert samples(tmp_path) == 2
+
+
+@pytest.mark.parametrize("where", [summary, tof.reporting])
+def test_a_failing_comparison_or_ending_leaves_the_summary(where, tmp_path, monkeypatch):
     (tmp_path / "v1.json").write_text(json.dumps(EARLIER))
-    monkeypatch.setattr(summary, "print_against", lambda *_: 1 / 0)
+    monkeypatch.setattr(where, "print_against" if where is summary else "print_ending", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path, "--compare-with-v1", tmp_path / "v1.json")
-    assert json.loads(path.read_text())["performance_summary"]["total_samples"] == 2
+    assert samples(tmp_path) == 2
 
 
 EARLIER = dict(version="v1", performance_summary=dict(avg_training_speed=1e-3, peak_memory_mb=float("nan")))
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(system_info="A100"), "system_info must be an object"), (dict(performance_summary=None), "it lacks"),
-    (dict(performance_summary=dict(avg_training_speed=1e-320)), "avg_training_speed = 1e-320: must be"),
-    (dict(performance_summary=dict(avg_training_speed=10 ** 400)), "must be positive, and a number below"),
-    (dict(performance_summary=dict(avg_training_speed=5, peak_memory_mb="nan")), "peak_memory_mb = 'nan'"),
-    (dict(version="\ud800"), "surrogates"), (dict(config=json.loads("[" * 51 + "]" * 51)), "nested")])
-def test_an_earlier_summary_is_judged_before_the_training(change, words, tmp_path, capsys):
+@pytest.mark.parametrize("change", [
+    dict(system_info="A100"), dict(performance_summary=None),
+    dict(performance_summary=dict(avg_training_speed=1e-320)),
+    dict(performance_summary=dict(avg_training_speed=10 ** 400)),
+    dict(performance_summary=dict(avg_training_speed=5, peak_memory_mb="nan"))])
+def test_an_earlier_summary_is_judged_before_the_training(change, tmp_path, capsys):
     (tmp_path / "v1.json").write_text(json.dumps({**EARLIER, **change}))
-    assert train(tmp_path / "p", "--compare-with-v1", tmp_path / "v1.json") == 2
+    assert train(tmp_path, "--compare-with-v1", tmp_path / "v1.json") == 2
     error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1 and not (tmp_path / "p").exists()
+    assert "v1.json" in error and error.count("\n") == 1 and not (tmp_path / "p").exists()
 
 
 def test_what_an_earlier_summary_says_is_printed_on_a_line(tmp_path, capsys):
@@ -97,8 +107,7 @@ def test_names_of_any_bytes(tmp_path, monkeypatch):
     assert tof.main([*flags, "--holdout", "a$^$b", "--plot-contacts", str(place / "maps")]) == 0
     text, error = written(sys.stdout), written(sys.stderr)
     assert error == ""
-    assert ("\nData: 1 real proteins, 1 held out; 40 of 40 residues have coordinates; left out for want of a "
-            "partner: \udce8\\n.a3m |") in text
+    assert r"\udce8\n.a3m" in text  # left out, on one line
     assert json.loads(text.splitlines()[-1])["summary_file"] == str(place / "p/performance_summary_v2.json")
     assert (place / "maps" / "a$^$b.png").exists()
     assert tof.main([*flags, "--holdout", os.fsdecode(b"\xff")]) == 2
@@ -108,24 +117,96 @@ def test_names_of_any_bytes(tmp_path, monkeypatch):
 
 # --- Files -------------------------------------------------------------------------------------------------
 
-def test_only_regular_files_are_read_and_replaced(tmp_path):
-    fifo, link = tmp_path / "fifo", tmp_path / "link.a3m"
-    os.mkfifo(fifo)
-    link.symlink_to(fifo)
-    for path in (fifo, link):
-        for write in (files.require_writable, lambda path: files.write_text(path, "x")):
-            with pytest.raises(UserError, match="cannot write .*: not a regular file"):
-                write(path)
-        with pytest.raises(UserError, match="not a regular file"):
-            read_checkpoint(path, tof.PROGRAM, tof.TinyOpenFoldConfig())
-        with pytest.raises(UserError, match="not a regular file"):
-            summary.read_summary(path)
-        for read in (read_alignment, read_structure):
-            with pytest.raises(UserError, match="not a regular file"):
-                read(path)
-    assert fifo.is_fifo() and link.is_symlink()
-    with pytest.raises(UserError, match="is a directory"):
-        files.write_text(tmp_path, "x")
+FOREIGN = {"victim.a3m": b">q\nMKTAYIAK\n", "other.pt": None, "empty.pt": b""}
+
+
+class Choosing(Numbers):
+    chooses = True
+
+    def evaluate(self, trainer, stop, final=False):
+        return Evaluation("better and better", {}, score=trainer.step_number)
+
+
+def train_chooser(directory, *flags):
+    """The small program, with evaluations that choose."""
+    return tof.main([*"--width 4 --num-steps 2 --warmup-steps 0 --device cpu --profile-dir".split(),
+                     str(directory / "p"), *map(str, flags)], dataclasses.replace(SMALL_PROGRAM, data=Choosing))
+
+
+@pytest.mark.parametrize("flag", ["--save-checkpoint", "--save-best"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_no_checkpoint_is_never_overwritten(flag, name, tmp_path, capsys):
+    """Told before the training, in one line."""
+    path, content = tmp_path / name, FOREIGN[name]
+    if content is None:  # a checkpoint of another program
+        torch.save(dict(format="tiny_openfold_v2 checkpoint 1", step=1), path)
+    else:
+        path.write_bytes(content)
+    before = path.read_bytes()
+    assert train_chooser(tmp_path, flag, path) == 2
+    error = capsys.readouterr().err
+    assert flag in error and name in error and error.count("\n") == 1
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("flag", ["--save-checkpoint", "--save-best"])
+def test_a_checkpoint_of_an_earlier_run_is_set_aside(flag, tmp_path, capsys):
+    path = tmp_path / "c.pt"
+    assert train_chooser(tmp_path / "a", flag, path) == 0
+    before = path.read_bytes()
+    assert train_chooser(tmp_path / "b", flag, path, "--seed", 1) == 0
+    old, = tmp_path.glob("c.pt.old-*")
+    assert old.name in capsys.readouterr().out and old.read_bytes() == before != path.read_bytes()
+    assert sorted(place.name for place in tmp_path.iterdir()) == ["a", "b", "c.pt", old.name]
+
+
+def test_the_checkpoint_that_is_resumed_is_no_earlier_runs(tmp_path):
+    path = tmp_path / "c.pt"
+    assert train(tmp_path, "--save-checkpoint", path) == 0
+    assert train(tmp_path, "--save-checkpoint", path, "--resume", path, "--num-steps", 3) == 0
+    assert sorted(os.listdir(tmp_path)) == ["c.pt", "p"] and torch.load(path)["step"] == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 999, b"PK\x03\x04 damaged", "a directory", "foreign"])
+def test_a_file_that_cannot_be_resumed_is_one_line(content, tmp_path, capsys):
+    path = tmp_path / "c.pt"
+    if content == "a directory":
+        path.mkdir()
+    elif content == "foreign":
+        torch.save(dict(weight=torch.zeros(3)), path)
+    else:
+        path.write_bytes(content)
+    assert train(tmp_path, "--resume", path) == 2
+    error = capsys.readouterr().err
+    assert "c.pt" in error and error.count("\n") == 1 and os.listdir(tmp_path) == ["c.pt"]
+
+
+@pytest.fixture
+def first_run(tmp_path):
+    """A run in another process that goes on until the test ends."""
+    command = [sys.executable, "-u", str(ROOT / "tiny_openfold_v2.py"), *SMALL, "--num-steps", "100000",
+               "--log-every", "1", "--profile-dir", str(tmp_path / "p"), "--save-checkpoint",
+               str(tmp_path / "c.pt")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert any(line.startswith("Step ") for line in process.stdout)
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_second_run_in_the_same_directory_or_file_is_refused(first_run, tmp_path, capsys):
+    """Even by force; once the first one was killed, nothing is in the way."""
+    free = tmp_path / "free"
+    for place, flags in ((tmp_path, ["--force"]), (tmp_path, []),
+                         (free, ["--save-checkpoint", tmp_path / "c.pt"])):
+        assert train(place, *flags) == 2
+        error = capsys.readouterr().err
+        assert "another run is writing into it" in error and error.count("\n") == 1
+    assert first_run.poll() is None and not list(tmp_path.glob("*.old-*"))
+    first_run.kill()
+    first_run.wait(PATIENCE)
+    assert train(tmp_path, "--force", "--save-checkpoint", tmp_path / "c.pt") == 0
 
 
 @pytest.fixture
@@ -153,55 +234,19 @@ def test_a_full_disk_is_said_in_the_systems_words(tmp_path, small_disk):
 
 # --- Ctrl-C and kills --------------------------------------------------------------------------------------
 
-PROGRAMS = {  # a program and a module that it imports early; the first is what comes right after quiet()
-    "tiny_openfold_v2.py": ("dataclasses", "torch"), "run_pytorch_profiler.py": ("torch",),
-    "profile_summary.py": ("csv",), "run_rocprofv3.sh": ("csv",), "run_all_profilers.sh": ("csv",),
-    "run_pytorch_profiler.sh": ("torch",), "launch_performance_study.sh": ("torch",),
-    **{f"benchmarks/{path.name}": ("torch",) for path in sorted((ROOT / "benchmarks").glob("*.py"))
-       if "exit_code(" in path.read_text()}}
+PROGRAMS = {  # a program, and a module that it imports after quiet()
+    "tiny_openfold_v2.py": "torch", "run_pytorch_profiler.py": "torch", "profile_summary.py": "csv",
+    "run_rocprofv3.sh": "csv", "launch_performance_study.sh": "torch"}
 
 
-@pytest.mark.parametrize("program, module", [(program, module) for program, found in PROGRAMS.items()
-                                             for module in found])
-def test_ctrl_c_while_modules_are_imported(program, module, tmp_path):
-    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
-                                           "import time\ntime.sleep(9)")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ctrl_c_while_modules_are_imported(program, tmp_path):
+    (tmp_path / f"{PROGRAMS[program]}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+                                                     "import time\ntime.sleep(9)")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHON": sys.executable}
     command = [str(ROOT / program)] if program.endswith(".sh") else [sys.executable, str(ROOT / program)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode in (130, -signal.SIGINT) and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr == "interrupted\n"
-
-
-@pytest.mark.parametrize("where, said", [("within", "p: error: interrupted\n"), ("after", "interrupted\n"),
-                                         ("in words", "p: error: interrupted\n")])
-def test_ctrl_c_during_and_after_the_work(where, said):
-    code = f"""
-import os, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-from fusion_lab.training import files
-files.quiet(__name__)
-from fusion_lab.training import files
-def strike(*_):
-    os.kill(os.getpid(), signal.SIGINT)
-    for _ in range(1000):
-        pass
-def run(argv):
-    if {where!r} == "within":
-        strike()
-    raise files.UserError("wrong")
-if {where!r} == "in words":
-    files.printable, whole = lambda text: (setattr(files, "printable", whole), strike()), files.printable
-if {where!r} == "after":
-    sys.stderr.write, write = lambda text: None, sys.stderr.write
-code = files.exit_code(run, [], "p")
-if {where!r} == "after":
-    sys.stderr.write = write
-    strike()
-sys.exit(code)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, said)
+    assert done.returncode == 130 and done.stderr == "interrupted\n"
 
 
 def test_a_guardian_kills_what_a_killed_parent_leaves():
@@ -212,51 +257,12 @@ def test_a_guardian_kills_what_a_killed_parent_leaves():
     assert child.wait(PATIENCE) == -signal.SIGKILL
 
 
-def test_compiled_rungs_of_a_killed_comparison_are_known_to_the_guardian(monkeypatch):
-    """Stopped processes would stay for ever."""
-    told = []
-
-    class Recorder:
-        def tell(self, sign, group):
-            told.append((sign, group))
-
-        def close(self):
-            told.append("closed")
-
-    class Child:
-        def __init__(self, _program, variant, _pace):
-            self.variant, self.guest = variant, self
-            self.process, self.pid = self, 10 + variant.number
-
-        def end(self):
-            told.append(("ended", self.pid))
-
-    @dataclasses.dataclass
-    class Variant:
-        number: int
-        reason: str | None = None
-
-    monkeypatch.setattr(rungs, "Guardian", Recorder)
-    monkeypatch.setattr(rungs, "Rung", Child)
-    monkeypatch.setattr(rungs, "refuse_idle", lambda *_: None)
-    monkeypatch.setattr(rungs, "free_memory", lambda device: 0)
-    monkeypatch.setattr(rungs.os, "setpriority", lambda *_: None)
-    with rungs.Rungs(None, [Variant(1), Variant(2, "idle"), Variant(3)], torch.device("cuda"), print,
-                     Pace(1)) as both:
-        both.begin()
-        assert told == [("+", 11), ("+", 13)]
-    assert told[2:] == [("ended", 11), ("-", 11), ("ended", 13), ("-", 13), "closed"]
-    with rungs.Rungs(None, [Variant(1)], torch.device("cpu"), print, Pace(1)) as one:
-        one.begin()
-        assert len(told) == 7
-
-
 @pytest.mark.slow
 def test_results_of_an_interrupted_program_are_whole(tmp_path):
     """The second Ctrl-C comes at once, in the middle of whatever the first one began."""
     path = tmp_path / "c.pt"
     command = [sys.executable, "-u", str(ROOT / "tiny_openfold_v2.py"), *SMALL, "--num-steps", "100000",
-               "--log-every", "1", "--profile-dir", str(tmp_path), "--save-checkpoint", str(path)]
+               "--log-every", "1", "--profile-dir", str(tmp_path / "p"), "--save-checkpoint", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert any(line.startswith("Step ") for line in process.stdout)
@@ -269,4 +275,4 @@ def test_results_of_an_interrupted_program_are_whole(tmp_path):
     if path.exists():
         assert read_checkpoint(path, tof.PROGRAM, tof.PROGRAM.settings(
             num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4).model)
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.rglob("*.part"))

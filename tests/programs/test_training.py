@@ -22,8 +22,8 @@ SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 -
 
 
 def train(tmp_path, *flags):
-    """main() in this process: as fast as a call, same exit code."""
-    return tof.main([*SMALL, "--profile-dir", str(tmp_path / "profiles"), *map(str, flags)])
+    """main() in this process: as fast as a call, same exit code; what an earlier call left is set aside."""
+    return tof.main([*SMALL, "--profile-dir", str(tmp_path / "profiles"), "--force", *map(str, flags)])
 
 
 def summary_of(capsys):
@@ -54,12 +54,11 @@ def test_training_run_as_a_subprocess(tmp_path):
 
 
 def test_modes_exit_codes_and_json(tmp_path):
-    flags = [*SMALL, "--profile-dir", tmp_path]
-    result = run_program("tiny_openfold_v2.py", *flags, "--validate-setup")
+    result = run_program("tiny_openfold_v2.py", *SMALL, "--profile-dir", tmp_path / "a", "--validate-setup")
     lines = result.stdout.strip().splitlines()
     assert result.returncode == 0 and lines[-1] == "V2 validation successful! Fusion setup working properly."
     assert json.loads(lines[-2])["passed"] is True
-    result = run_program("tiny_openfold_v2.py", *flags, "--verify-accuracy")
+    result = run_program("tiny_openfold_v2.py", *SMALL, "--profile-dir", tmp_path / "b", "--verify-accuracy")
     assert result.returncode == 0 and last_json(result)["passed"] is True and "\nPASS\n" in result.stdout
 
 
@@ -119,7 +118,7 @@ def test_kill_during_save_leaves_the_old_checkpoint(tmp_path):
     (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
 def test_signal_finishes_the_step_saves_and_exits(tmp_path, number, code):
     command = [sys.executable, "-u", ROOT / "tiny_openfold_v2.py", *SMALL, "--num-steps", "100000",
-               "--log-every", "1", "--profile-dir", tmp_path, "--save-checkpoint", tmp_path / "c.pt"]
+               "--log-every", "1", "--profile-dir", tmp_path / "p", "--save-checkpoint", tmp_path / "c.pt"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert any(line.startswith("Step ") for line in process.stdout)
@@ -132,7 +131,8 @@ def test_signal_finishes_the_step_saves_and_exits(tmp_path, number, code):
     done = torch.load(tmp_path / "c.pt", weights_only=True)["step"]
     assert done * 2 == summary["performance_summary"]["total_samples"] > 0
     assert f"Interrupted at step {done} of 100000\n" in out and "c.pt --num-steps 100000\n" in out
-    assert (tmp_path / "performance_summary_v2.json").exists()
+    assert (tmp_path / "p/performance_summary_v2.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.pt", "p"]  # no lock, no half a file
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_out_of_memory_is_one_line(tmp_path, capsys):
 def test_missing_compiler_is_exit_code_3(tmp_path):
     env = dict(CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     result = run_program("tests/second_program.py", "--width", 4, "--device", "cpu", "--enable-torch-compile",
-                         "--profile-dir", tmp_path, env=env)  # whose layers are soon traced
+                         "--profile-dir", tmp_path / "p", env=env)  # whose layers are soon traced
     assert result.returncode == 3 and "needs a C++ compiler" in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -236,7 +236,7 @@ def test_synthetic_proteins_are_what_they_claim():
 def test_learning_generalises_to_unseen_proteins(tmp_path, capsys):
     flags = ("--device cpu --num-blocks 1 --msa-dim 32 --pair-dim 32 --num-seqs 16 --seq-len 24 "
              "--batch-size 8 --num-steps 150 --learning-rate 3e-3 --warmup-steps 0 --eval-every 50")
-    assert tof.main([*flags.split(), "--profile-dir", str(tmp_path)]) == 0
+    assert tof.main([*flags.split(), "--profile-dir", str(tmp_path / "p")]) == 0
     result = last_json(capsys.readouterr().out)
     assert result["performance_summary"]["final_loss"] < result["performance_summary"]["first_loss"] - 0.3
     held_out = {step: np.mean([p["p_l2"] for p in groups["held_out"].values()])

@@ -59,8 +59,6 @@ def rows(text, kind="{} alone"):
 
 USUAL = ("baseline", *rows("qkv_msa qkv_triangle flash_attention triangle opm"), "all")
 HEADLINE = "qkv_msa qkv_triangle flash_attention triangle"
-COMBINATIONS = tuple("+".join(name for bit, name in enumerate(HEADLINE.split()) if number >> bit & 1)
-                     or "baseline" for number in range(2 ** len(HEADLINE.split())))
 
 
 def comparisons():
@@ -73,8 +71,7 @@ def comparisons():
         word = '--variants "baseline flash_attention all cuda_graphs +cuda_graphs"'
         return [Verb(f"compare {name}", (f"{small} {flags} {word}",), measured=(
             "baseline", "flash_attention alone", "all"), named=("cuda_graphs alone", "+ cuda_graphs"))
-            for name, flags in PRECISIONS.items() if name != "fp16"] + [
-            Verb("compare combinations", (f"{small} --combinations",), measured=COMBINATIONS)]
+            for name, flags in PRECISIONS.items() if name != "fp16"]
 
     some = f"{HEADLINE} opm all cuda_graphs *triton_attention torch.compile everything ultra"
 
@@ -95,8 +92,7 @@ def comparisons():
              measured=("baseline", "flash_attention alone", "all", "+ triton_attention"), named=idle,
              expected=GIVES_WAY),
         Verb("compare fp16", (f"{small} {FP16} {picked('flash_attention all triton_adamw')}",),
-             measured=("baseline", "flash_attention alone", "all", "+ triton_adamw")),
-        Verb("compare combinations", (f"{small} --combinations",), measured=COMBINATIONS)]
+             measured=("baseline", "flash_attention alone", "all", "+ triton_adamw"))]
 
 
 def trainings():
@@ -383,8 +379,7 @@ def test_programs_accept_the_flags_and_have_these_rows():
             program = load_program(ROOT / file)
             arguments, settings, mode = parse(make_parser(program), program, words)
             if mode == "--compare-fusion":
-                found = (variants.combination_variants(program, settings) if arguments.combinations else
-                         variants.comparison_variants(program, settings, not ON_CPU))
+                found = variants.comparison_variants(program, settings, not ON_CPU)
                 found = variants.pick(found, arguments.variants) if arguments.variants else found
                 idle = {variant.name: variant.settings.idle(not ON_CPU) for variant in found}
                 assert {name for name in idle if not idle[name]} == {*verb.measured}, verb.name

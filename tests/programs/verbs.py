@@ -24,7 +24,7 @@ REMARK = re.compile(r"fall\w*[ -]?back|fell back|not measured|not used here|give
 SETTINGS = {"config", "training_params", "fusion_config", "profiler_config", "system_info", "settings",
             "study", "machine"}  # what was asked for, and where: null means that it was not
 NULL = {  # figures that may be null, and why
-    "reason": "nothing stands in the way", "switch_effects": "of --combinations alone",
+    "reason": "nothing stands in the way",
     "nominal": "of programs without a count that users know", "fusion_statistics": "the same",
     "mfu": "of a device whose peak is unknown", "p_l2_long": "of proteins with no such pair",
     "speedup_low": "of the baseline, and of fewer than six rounds", "speedup_high": "the same",
@@ -200,8 +200,7 @@ def in_numbers(verb, result):
             graphed = key in PHASES and any(flag[:-2] in (path[:-1], path[:-2]) for flag in graphs)
             if not graphed and not {*NULL, *verb.null}.intersection(map(str, path)):
                 yield f"{where} is null"
-        elif (key in POSITIVE and "switch_effects" not in path and isinstance(value, (int, float))
-              and value <= 0):
+        elif key in POSITIVE and isinstance(value, (int, float)) and value <= 0:
             yield f"{where} is {value}"
         elif key in ("passed", "accurate") and value is not True:
             yield f"{where} is {value}"
