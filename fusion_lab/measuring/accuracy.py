@@ -12,6 +12,7 @@ from fusion_lab.training.checkpoints import optimizer_state, unpacked
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import finite, write_json
 from fusion_lab.training.machine import choose_device, process_settings
+from fusion_lab.training.program import Model
 from fusion_lab.training.reporting import for_people, print_result
 
 RTOL, ATOL = 1e-3, 1e-4  # fused against baseline in float32, as users know it from this example family
@@ -28,7 +29,8 @@ def shake(model):
         for parameter in model.parameters():
             scale = 0.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator).to(parameter))
-    model.shake()
+    if isinstance(model, Model):  # and no part of one
+        model.shake()
 
 
 def results_and_gradients(trainer, batch):

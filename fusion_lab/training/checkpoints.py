@@ -247,14 +247,16 @@ def preserving(trainer):
     moments = {p: {key: tensor.to("cpu", copy=True) for key, tensor in state.items()}
                for p, state in trainer.optimizer.state.items()}
     scaler, averaged_steps = trainer.scaler.state_dict(), trainer.average and trainer.average.steps
-    with torch.random.fork_rng(devices=[trainer.device] if trainer.device.type == "cuda" else []):
-        yield
-    with torch.no_grad():  # in place, because a captured graph knows these tensors by address
-        torch._foreach_copy_(kept, copies)
-        for p, state in trainer.optimizer.state.items():
-            for key, tensor in state.items():
-                tensor.copy_(moments[p][key]) if p in moments else tensor.zero_()
-    if trainer.average:
-        trainer.average.steps = averaged_steps
-    trainer.publish()
-    trainer.scaler.load_state_dict(scaler)
+    try:
+        with torch.random.fork_rng(devices=[trainer.device] if trainer.device.type == "cuda" else []):
+            yield
+    finally:
+        with torch.no_grad():  # in place, because a captured graph knows these tensors by address
+            torch._foreach_copy_(kept, copies)
+            for p, state in trainer.optimizer.state.items():
+                for key, tensor in state.items():
+                    tensor.copy_(moments[p][key]) if p in moments else tensor.zero_()
+        if trainer.average:
+            trainer.average.steps = averaged_steps
+        trainer.publish()
+        trainer.scaler.load_state_dict(scaler)

@@ -348,7 +348,10 @@ def test_flops_are_counted_without_the_compiler():
     seen, wanted = [], tof.FusionConfig(enable_torch_compile=True, torch_compile_mode="reduce-overhead",
                                         enable_master_weights=True)
     settings = dataclasses.replace(tof.PROGRAM.settings(**TINY), fusion=wanted)
-    program = dataclasses.replace(
-        tof.PROGRAM, model=lambda *given: seen.append(given[1]) or tof.PROGRAM.model(*given))
-    flops_by_sublayer(program, settings)
+
+    class Seen(tof.TinyOpenFoldV2):
+        def __init__(self, config, fusion):
+            seen.append(fusion)
+            super().__init__(config, fusion)
+    flops_by_sublayer(dataclasses.replace(tof.PROGRAM, model=Seen), settings)
     assert seen == [dataclasses.replace(wanted, enable_torch_compile=False, torch_compile_mode="default")]

