@@ -10,8 +10,7 @@ import os
 import sys
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 
-from fusion_lab.training import files
-from fusion_lab.training.files import UserError
+from fusion_lab.training.files import UserError, claim
 from fusion_lab.training.options import Checked, ProfilerConfig, Switches, TrainingConfig
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -116,9 +115,9 @@ class Settings:
         return self.fusion.idle(self, on_gpu)
 
     def claimed(self, resumed=False):
-        """The same, once files.claim() has its directory."""
+        """The same, once files.claim() holds its directory."""
         path, force = self.profiler.profile_dir, self.profiler.force
-        files.claim(path, path != ProfilerConfig().profile_dir, force, resumed)
+        claim(path, path != ProfilerConfig().profile_dir, force, resumed)
         return self
 
     def as_dict(self):

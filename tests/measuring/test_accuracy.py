@@ -232,11 +232,12 @@ def validation(program, capsys):
 
 def test_validation_by_its_reasons(monkeypatch, capsys):
     code, result, lines = validation(SECOND, capsys)
-    assert (code, result["passed"], result["reasons"], lines[-1]) == (0, True, [], SECOND.success)
+    assert (code, result["passed"], result["reasons"]) == (0, True, [])
+    assert lines[-1] == "MLP validation successful! Fusion setup working properly."
     assert len(result["losses"]) == 5 and result["losses"][-1] < result["losses"][0]
     code, result, lines = validation(replace(SECOND, model=Deaf), capsys)
     assert (code, result["reasons"]) == (1, ["parameters without a gradient: down.0.bias"])
-    assert lines[-1] == f"{SECOND.failure}: parameters without a gradient: down.0.bias"
+    assert "parameters without a gradient: down.0.bias" in lines[-1]
     reasons = validation(replace(SECOND, model=Deafer), capsys)[1]["reasons"]
     assert reasons == ["parameters without a gradient: up.0.bias, up.1.bias, down.0.bias"]  # three are enough
     monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: ({}, list("abcd")))

@@ -194,7 +194,6 @@ def test_the_analysis_of_a_run_is_of_steps_after_the_profiler_s(steps, untraced,
         return SimpleNamespace(as_dict=lambda: dict(x=float("nan"))), None
 
     monkeypatch.setattr(attribution, "analysis_of", analysis_of)
-    (tmp_path / attribution.ANALYSIS).write_text("earlier")
     profiling = SimpleNamespace(traced_steps=2, trace=str(tmp_path / "t.json"))
     found = Findings({}, 1, peak=3 * MB)
     alone = SimpleNamespace(device=CPU, world=ALONE)
@@ -202,7 +201,7 @@ def test_the_analysis_of_a_run_is_of_steps_after_the_profiler_s(steps, untraced,
     (_, source, _, used, trace, number), = asked
     assert used.tolist() == times[untraced].tolist() and (source, trace, number) == (
         "source", profiling.trace, min(2, steps))
-    assert found.peak_memory_mb == 3.0 and len(list(tmp_path.glob("*.old-*"))) == 1
+    assert found.peak_memory_mb == 3.0
     assert json.loads(open(path).read()) == dict(x=None)
     profiling.traced_steps = 9
     attribution.write_analysis(alone, "source", found, times, profiling)
@@ -517,8 +516,5 @@ def test_only_sessions_are_read(tmp_path):
         (tmp_path / report.ANALYSIS).write_text(json.dumps(session(1.0, **broken)))
         with pytest.raises(UserError, match="not the analysis"):
             report.read_analysis(str(tmp_path))
-    (tmp_path / report.ANALYSIS).write_text("[" * 200_000)
-    with pytest.raises(UserError, match="not the analysis"):
-        report.read_analysis(str(tmp_path))
     with pytest.raises(UserError, match="No such file"):
         report.read_analysis(tmp_path / "absent")

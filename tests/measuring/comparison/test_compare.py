@@ -266,45 +266,27 @@ def test_by_default_equal_variants_are_measured(alone):
     assert not names(alone, "refuse_equal") and [v.losses for v in variants] == [[1.0], [1.0]]
 
 
-@pytest.mark.parametrize("number, code", [(2, 130), (None, 0)])
-def test_the_file_is_new_with_its_first_row_and_the_end_is_said(number, code, tmp_path, monkeypatch, capsys):
-    path, log = tmp_path / "fusion_comparison.json", []
-    path.write_text("earlier")
-
-    class Table:
-        rows = [dict(name="a", speedup=2, more=3), dict(name="b", reason="it fails")]
-
-        def __init__(self, save):
-            self.save = save
-
-        def finish(self, signal):
-            log.append(("finish", signal))
-
-    def compare(*given):
-        *given, table, pace = given
-        log.append((*given, pace.steps, pace.seconds))
-        assert path.read_text() == "earlier"
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (None, 0)])
+def test_what_is_known_is_in_the_file_when_a_signal_ends_it(number, code, tmp_path, monkeypatch):
+    def compare(program, settings, variants, picked, table, pace):
         table.save(dict(rows=1, speedup=float("nan")))  # of a loss that is none
-        assert json.loads(path.read_text()) == dict(rows=1, speedup=None)
-        assert '"rows": 1' in path.read_text() and len(list(tmp_path.iterdir())) == 2
         if number:
             signal.raise_signal(number)
+
+    class Table:
+        rows = [dict(name="a", speedup=2, more=3)]
+
+        def __init__(self, save):
+            self.save, self.finish = save, lambda signal: None
     monkeypatch.setattr(comparison, "compare", compare)
     monkeypatch.setattr(comparison, "LiveTable", Table)
-    for name in ("require_writable", "print_result"):
-        monkeypatch.setattr(comparison, name, lambda *given, name=name: log.append((name, *given)))
+    monkeypatch.setattr(comparison, "print_result", lambda *given: None)
     monkeypatch.setattr(comparison, "choose_device", lambda asked: {"asked for": CPU}[asked])
     settings = Settings()
     settings.profiler = SimpleNamespace(profile_dir=str(tmp_path))
     lab = program([], result=lambda kind: f"{kind}.json", sample=lambda settings: "B 3")
-    limits = (None, 7.5) if number else (20, None)
-    assert comparison.compare_fusion(lab, settings, "a", limits=limits if number else None) == code
-    pace = "at most 7.5 s of them" if number else "20 of each"
-    assert capsys.readouterr().out == (
-        f"Device: cpu | torch {torch.__version__} | B 3 | steps of every variant in turn, {pace}\n")
-    line = dict(mode="compare_fusion", variants=[dict(name="a", speedup=2), dict(name="b")])
-    assert log == [("require_writable", str(path)), (lab, settings, None, False, "a", *limits),
-                   ("finish", number), ("print_result", line, str(path), settings)]
+    assert comparison.compare_fusion(lab, settings, "a", limits=(None, 7.5)) == code
+    assert json.loads((tmp_path / "fusion_comparison.json").read_text()) == dict(rows=1, speedup=None)
 
 
 def test_what_runs_the_baseline_s_operations_has_that_for_a_reason():

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fusion_lab.training.stops import Interrupted
 
 from fusion_lab.measuring.comparison import compare as comparison
 from fusion_lab.measuring.comparison import pace as pacing
@@ -38,6 +37,7 @@ from fusion_lab.measuring.comparison.variants import (
 from fusion_lab.measuring.comparison.worth import UNKNOWN, add_worth, operations_by_sublayer, touched
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.measuring.tables import aligned
+from fusion_lab.training.files import Interrupted
 from tests.second_program import PROGRAM as SECOND
 
 PLAIN = SECOND.fusion_config.preset(False)
