@@ -54,7 +54,6 @@ if HAS_TRITON:
 DIRECTORY = "./pytorch_profiles_v2"  # for the result, without --profile-dir
 KEPT = 8  # of top-k
 EPS = 1e-5
-ACTIVATIONS = dict(relu=F.relu, gelu=partial(F.gelu, approximate="tanh"))
 
 
 def plain_norm(x, weight, bias=None):
@@ -81,13 +80,6 @@ def library_add_norm(x, residual, weight, bias=None):
 def plain_masked_softmax(q, k, mask):
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     return scores.masked_fill(mask[:, None] == 0, float("-inf")).softmax(-1)
-
-
-def library_relu(x, weight, bias):
-    """In the epilogue of the library's product, which has no derivative."""
-    if torch.is_grad_enabled():
-        return F.relu(F.linear(x, weight, bias))
-    return torch._addmm_activation(bias, x, weight.t())
 
 
 def as_it_is(tensors):
@@ -122,16 +114,11 @@ class Pattern:
     shape_data: Callable = as_it_is  # of random numbers, what the pattern is about
 
 
-def linear(kind, library):
-    return Pattern(
-        f"linear + bias + {kind}", (256, 512, 512), (8192, 4096, 4096),
-        lambda m, n, k: [(m, k), (n, k), (n,)], lambda x, w, b: ACTIVATIONS[kind](x @ w.t() + b),
-        lambda *t: kernels.linear_activation(*t, kind), library)
-
-
 PATTERNS = dict(
-    relu=linear("relu", library_relu),
-    gelu=linear("gelu", lambda x, w, b: ACTIVATIONS["gelu"](F.linear(x, w, b))),
+    gelu=Pattern(
+        "linear + bias + GELU", (256, 512, 512), (8192, 4096, 4096), lambda m, n, k: [(m, k), (n, k), (n,)],
+        lambda x, w, b: F.gelu(x @ w.t() + b, approximate="tanh"), lambda *t: kernels.linear_gelu(*t),
+        lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh")),
     add_norm=Pattern(
         "residual + LayerNorm", (1024, 1024), (16384, 4096), lambda r, w: [(r, w), (r, w), (w,), (w,)],
         plain_add_norm, lambda *t: kernels.add_norm(*t), library_add_norm),

@@ -45,9 +45,8 @@ def launch(block, x):
         attention.o_proj.weight, block.post_attention_layernorm.weight, mlp.packed(*mlp.SIDES)[0],
         mlp.down_proj.weight)
     weights = kernels.Weights(*(w.detach().to(dtype) if w.dim() > 1 else w.detach() for w in weights))
-    heads, kv_heads = (attention.widths[name] // attention.width for name in ("q_proj", "k_proj"))
     turns = block.turns[:, :x.shape[1]].contiguous()
-    return kernels.ultra_block(x, weights, turns, heads, kv_heads, block.input_layernorm.eps, block.counters)
+    return kernels.ultra_block(x, weights, turns, *attention.heads, block.input_layernorm.eps, block.counters)
 
 
 class UltraBlock(torch.autograd.Function):
