@@ -87,9 +87,7 @@ from tiny_openfold_v2 import Trainer, main
 if HAS_TRITON:
     from companions.kernels import messages
 
-# --------------------------------------------------------------------------------------------------------
-# Messages, fused and plain side by side
-# --------------------------------------------------------------------------------------------------------
+# --- Messages, fused and plain side by side -------------------------------------------------------------
 
 SCALE = 30  # the sum over neighbours is divided by this
 
@@ -208,9 +206,7 @@ class DecoderEdges(nn.Module):
         return F.linear(h_E, torch.cat(weights)).chunk(len(layers), -1) if fused else (None,) * len(layers)
 
 
-# --------------------------------------------------------------------------------------------------------
-# The model: the graph and its features, encoder and decoder
-# --------------------------------------------------------------------------------------------------------
+# --- The model: the graph and its features, encoder and decoder -----------------------------------------
 
 ATOMS = ("N", "Ca", "C", "O", "Cb")
 PAIRS = ("Ca-Ca N-N C-C O-O Cb-Cb Ca-N Ca-C Ca-O Ca-Cb N-C N-O N-Cb Cb-C Cb-O O-C "
@@ -335,9 +331,7 @@ class ProteinMPNN(nn.Module):
                 *(("decoder", layer) for layer in self.decoder_layers)]
 
 
-# --------------------------------------------------------------------------------------------------------
-# What the lab must know of this model
-# --------------------------------------------------------------------------------------------------------
+# --- What the lab must know of this model ---------------------------------------------------------------
 
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="protein_mpnn", suffix="protein_mpnn", model=ProteinMPNN,

@@ -118,9 +118,7 @@ from tiny_openfold_v2 import Trainer, main
 if HAS_TRITON:
     from companions.kernels import gated_rotary
 
-# --------------------------------------------------------------------------------------------------------
-# The block and its four parts, fused and plain side by side
-# --------------------------------------------------------------------------------------------------------
+# --- The block and its four parts, fused and plain side by side -----------------------------------------
 
 
 class RMSNorm(nn.Module):
@@ -215,9 +213,7 @@ class FusedTransformerBlock(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-# --------------------------------------------------------------------------------------------------------
-# The model
-# --------------------------------------------------------------------------------------------------------
+# --- The model ------------------------------------------------------------------------------------------
 
 
 class Head(nn.Module):
@@ -305,9 +301,7 @@ class TinyLlama(nn.Module):
 OF_A_BLOCK = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
-# --------------------------------------------------------------------------------------------------------
-# What the lab must know of this model
-# --------------------------------------------------------------------------------------------------------
+# --- What the lab must know of this model ---------------------------------------------------------------
 
 
 def start_lines(trainer):

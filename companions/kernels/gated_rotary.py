@@ -117,9 +117,7 @@ def rotary_kernel(q, k, v, packed, angles, q_strides, k_strides, v_strides, P, S
         rotate_heads(tile, v, packed, angles, v_strides, P, S, H + G, G, False, BACKWARD, D, W, BM, BD)
 
 
-# --------------------------------------------------------------------------------------------------------
-# Launchers and their derivatives
-# --------------------------------------------------------------------------------------------------------
+# --- Launchers and their derivatives --------------------------------------------------------------------
 
 
 def tiles(rows, channels):

@@ -183,9 +183,7 @@ def message_table_kernel(dx, order, starts, out, C: tl.constexpr, BE: tl.constex
     tl.store(out + row * C + c, tl.sum(acc, 0).to(out.dtype.element_ty))
 
 
-# --------------------------------------------------------------------------------------------------------
-# Launchers and their derivatives
-# --------------------------------------------------------------------------------------------------------
+# --- Launchers and their derivatives --------------------------------------------------------------------
 
 
 def tile(channels):
