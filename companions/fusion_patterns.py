@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from companions.kernels import EPS
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
@@ -51,7 +52,6 @@ if HAS_TRITON:
 
 DIRECTORY = "./pytorch_profiles_v2"  # for the result, without --profile-dir
 KEPT = 8  # of top-k
-EPS = 1e-5
 
 
 def plain_norm(x, weight, bias=None):
@@ -80,10 +80,6 @@ def plain_masked_softmax(q, k, mask):
     return scores.masked_fill(mask[:, None] == 0, float("-inf")).softmax(-1)
 
 
-def as_it_is(tensors):
-    return tensors
-
-
 def far_apart(tensors):
     """The largest entries of each row differ by more than a rounding: all ways choose the same ones."""
     tensors[0][:, 7 * torch.arange(1, KEPT + 2)] = 6 + 0.5 * torch.arange(KEPT + 1.0)
@@ -109,7 +105,7 @@ class Pattern:
     ours: Callable
     library: Callable | None = None
     constants: int = 0
-    shape_data: Callable = as_it_is  # of random numbers, what the pattern is about
+    shape_data: Callable | None = None  # makes of random numbers what the pattern is about
 
 
 PATTERNS = dict(
@@ -143,9 +139,9 @@ PATTERNS = dict(
 def tensors_of(pattern, sizes, dtype, device):
     """Its tensors, random; products of as many as in a row are of size one."""
     torch.manual_seed(0)
-    made = pattern.shape_data([
-        torch.randn(shape) * (shape[-1] ** -0.5 if number and len(shape) == 2 else 1.0)
-        for number, shape in enumerate(pattern.shapes(*sizes))])
+    made = [torch.randn(shape) * (shape[-1] ** -0.5 if number and len(shape) == 2 else 1.0)
+            for number, shape in enumerate(pattern.shapes(*sizes))]
+    made = pattern.shape_data(made) if pattern.shape_data else made
     wanted = len(made) - pattern.constants
     return [t.to(device, dtype).requires_grad_(i < wanted) for i, t in enumerate(made)]
 
