@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from companions.kernels import EPS
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
@@ -47,14 +48,10 @@ if HAS_TRITON:
     from companions.kernels import patterns as kernels
     from fusion_lab.kernels import ahead_of_time, tuner
 
-# --------------------------------------------------------------------------------------------------------
-# The patterns: what they compute, and every way to write it
-# --------------------------------------------------------------------------------------------------------
+# --- The patterns: what they compute, and every way to write it -----------------------------------------
 
 DIRECTORY = "./pytorch_profiles_v2"  # for the result, without --profile-dir
 KEPT = 8  # of top-k
-EPS = 1e-5
-ACTIVATIONS = dict(relu=F.relu, gelu=partial(F.gelu, approximate="tanh"))
 
 
 def plain_norm(x, weight, bias=None):
@@ -83,17 +80,6 @@ def plain_masked_softmax(q, k, mask):
     return scores.masked_fill(mask[:, None] == 0, float("-inf")).softmax(-1)
 
 
-def library_relu(x, weight, bias):
-    """In the epilogue of the library's product, which has no derivative."""
-    if torch.is_grad_enabled():
-        return F.relu(F.linear(x, weight, bias))
-    return torch._addmm_activation(bias, x, weight.t())
-
-
-def as_it_is(tensors):
-    return tensors
-
-
 def far_apart(tensors):
     """The largest entries of each row differ by more than a rounding: all ways choose the same ones."""
     tensors[0][:, 7 * torch.arange(1, KEPT + 2)] = 6 + 0.5 * torch.arange(KEPT + 1.0)
@@ -119,19 +105,14 @@ class Pattern:
     ours: Callable
     library: Callable | None = None
     constants: int = 0
-    shape_data: Callable = as_it_is  # of random numbers, what the pattern is about
-
-
-def linear(kind, library):
-    return Pattern(
-        f"linear + bias + {kind}", (256, 512, 512), (8192, 4096, 4096),
-        lambda m, n, k: [(m, k), (n, k), (n,)], lambda x, w, b: ACTIVATIONS[kind](x @ w.t() + b),
-        lambda *t: kernels.linear_activation(*t, kind), library)
+    shape_data: Callable | None = None  # makes of random numbers what the pattern is about
 
 
 PATTERNS = dict(
-    relu=linear("relu", library_relu),
-    gelu=linear("gelu", lambda x, w, b: ACTIVATIONS["gelu"](F.linear(x, w, b))),
+    gelu=Pattern(
+        "linear + bias + GELU", (256, 512, 512), (8192, 4096, 4096), lambda m, n, k: [(m, k), (n, k), (n,)],
+        lambda x, w, b: F.gelu(x @ w.t() + b, approximate="tanh"), lambda *t: kernels.linear_gelu(*t),
+        lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh")),
     add_norm=Pattern(
         "residual + LayerNorm", (1024, 1024), (16384, 4096), lambda r, w: [(r, w), (r, w), (w,), (w,)],
         plain_add_norm, lambda *t: kernels.add_norm(*t), library_add_norm),
@@ -152,17 +133,15 @@ PATTERNS = dict(
         lambda *t: kernels.masked_softmax(*t), constants=1, shape_data=keys_missing))
 
 
-# --------------------------------------------------------------------------------------------------------
-# Right, and how fast
-# --------------------------------------------------------------------------------------------------------
+# --- Right, and how fast --------------------------------------------------------------------------------
 
 
 def tensors_of(pattern, sizes, dtype, device):
     """Its tensors, random; products of as many as in a row are of size one."""
     torch.manual_seed(0)
-    made = pattern.shape_data([
-        torch.randn(shape) * (shape[-1] ** -0.5 if number and len(shape) == 2 else 1.0)
-        for number, shape in enumerate(pattern.shapes(*sizes))])
+    made = [torch.randn(shape) * (shape[-1] ** -0.5 if number and len(shape) == 2 else 1.0)
+            for number, shape in enumerate(pattern.shapes(*sizes))]
+    made = pattern.shape_data(made) if pattern.shape_data else made
     wanted = len(made) - pattern.constants
     return [t.to(device, dtype).requires_grad_(i < wanted) for i, t in enumerate(made)]
 
@@ -282,9 +261,7 @@ def verdict(times):
     return ("LIBRARY" if helps else "DON'T"), said
 
 
-# --------------------------------------------------------------------------------------------------------
-# The register ladder
-# --------------------------------------------------------------------------------------------------------
+# --- The register ladder --------------------------------------------------------------------------------
 
 LADDER = (1024, 4096, 16384, 65536)
 WARPS = (4, 8, 16)
@@ -322,9 +299,7 @@ def ladder_lines(steps):
     return aligned(rows)
 
 
-# --------------------------------------------------------------------------------------------------------
-# The report
-# --------------------------------------------------------------------------------------------------------
+# --- The report -----------------------------------------------------------------------------------------
 
 
 def milliseconds(found):

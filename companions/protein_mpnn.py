@@ -84,9 +84,10 @@ from fusion_lab.kernels.precision import at_least_float32
 from proteins.files import UNKNOWN
 from tiny_openfold_v2 import Trainer, main
 
-# --------------------------------------------------------------------------------------------------------
-# Messages, fused and plain side by side
-# --------------------------------------------------------------------------------------------------------
+if HAS_TRITON:
+    from companions.kernels import messages
+
+# --- Messages, fused and plain side by side -------------------------------------------------------------
 
 SCALE = 30  # the sum over neighbours is divided by this
 
@@ -95,7 +96,7 @@ class Graph(NamedTuple):
     """Which rows of a table a residue hears."""
     index: torch.Tensor    # (B, L, k)
     attends: torch.Tensor  # (B, L, k, 1), 0 for a neighbour that is not there
-    leading: tuple | None  # dispatch.incoming(index), where the message kernel runs
+    leading: tuple | None  # messages.incoming(index), where the message kernel runs
 
 
 def gather(table, index):
@@ -117,7 +118,7 @@ def first_layer(layer, h_V, h_E, table, graph, split, projected=None):
         own, table = F.linear(h_V, own, layer.bias), F.linear(table, other)
         edges = F.linear(h_E, edge) if projected is None else projected
         if graph.leading:
-            return dispatch.message_layer(own, edges, table, graph.index, graph.leading)
+            return messages.first_layer(own, edges, table, graph.index, graph.leading)
         return F.gelu(own[:, :, None] + gather(table, graph.index) + edges)
     neighbours = gather(table, graph.index)
     own_rows = h_V[:, :, None].expand(*neighbours.shape[:-1], -1)
@@ -151,7 +152,8 @@ class Messages(nn.Module):
         """(B, L, D), the sum over neighbours."""
         x = first_layer(self.W1, h_V, h_E, table, graph, self.split, projected)  # (B, L, k, D)
         if graph.leading:
-            return self.third_layer(dispatch.linear_gelu_sum(x, self.W2, graph.attends[..., 0]), graph)
+            x, present = F.linear(x, self.W2.weight), graph.attends[..., 0]
+            return self.third_layer(messages.sum_over_neighbours(x, self.W2.bias, present), graph)
         x = F.gelu(self.W2(x))
         if self.aggregate:
             return self.third_layer((graph.attends * x).sum(2), graph)
@@ -180,8 +182,9 @@ class EncLayer(Messages):
         """h_V (B, L, D), h_E (B, L, k, D), graph into n residues, mask (B, L)."""
         h_V = self.update(h_V, self.message(h_V, h_E, h_V.flatten(0, 1), graph), mask)
         x = first_layer(self.W11, h_V, h_E, h_V.flatten(0, 1), graph, self.split)
-        x = self.W13(dispatch.linear_gelu(x, self.W12) if graph.leading else F.gelu(self.W12(x)))
-        return h_V, self.norm3(h_E + self.dropout(x))
+        x = messages.biased_gelu(F.linear(x, self.W12.weight), self.W12.bias) if graph.leading else F.gelu(
+            self.W12(x))
+        return h_V, self.norm3(h_E + self.dropout(self.W13(x)))
 
 
 class DecLayer(Messages):
@@ -203,9 +206,7 @@ class DecoderEdges(nn.Module):
         return F.linear(h_E, torch.cat(weights)).chunk(len(layers), -1) if fused else (None,) * len(layers)
 
 
-# --------------------------------------------------------------------------------------------------------
-# The model: the graph and its features, encoder and decoder
-# --------------------------------------------------------------------------------------------------------
+# --- The model: the graph and its features, encoder and decoder -----------------------------------------
 
 ATOMS = ("N", "Ca", "C", "O", "Cb")
 PAIRS = ("Ca-Ca N-N C-C O-O Cb-Cb Ca-N Ca-C Ca-O Ca-Cb N-C N-O N-Cb Cb-C Cb-O O-C "
@@ -298,8 +299,8 @@ class ProteinMPNN(nn.Module, Model):
                           random=self.config.dropout > 0)
 
     def graph(self, index, attends, h_E, rows):
-        kernel = self.fusion.enable_message_kernel and dispatch.hears(h_E)
-        return Graph(index, attends, dispatch.incoming(index, rows) if kernel else None)
+        kernel = self.fusion.enable_message_kernel and h_E.shape[-1] in CHANNELS and dispatch.takes(h_E)
+        return Graph(index, attends, messages.incoming(index, rows) if kernel else None)
 
     def encode(self, X, mask, residue_idx, chain, E_idx=None):
         """Residues h_V, edges h_E, the graph into all n residues."""

@@ -116,9 +116,10 @@ from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.training.files import counted
 from tiny_openfold_v2 import Trainer, main
 
-# --------------------------------------------------------------------------------------------------------
-# The block and its four parts, fused and plain side by side
-# --------------------------------------------------------------------------------------------------------
+if HAS_TRITON:
+    from companions.kernels import gated_rotary
+
+# --- The block and its four parts, fused and plain side by side -----------------------------------------
 
 
 class RMSNorm(nn.Module):
@@ -154,16 +155,16 @@ class FusedQKVAttention(PackedProjections):
     def __init__(self, config, fusion):
         super().__init__()
         self.fusion, self.width = fusion, config.hidden_size // config.num_heads
-        heads = dict(q_proj=config.num_heads, k_proj=config.num_kv_heads, v_proj=config.num_kv_heads)
+        self.heads = H, G = config.num_heads, config.num_kv_heads
         layers = {name: nn.Linear(config.hidden_size, count * self.width, bias=False)
-                  for name, count in heads.items()}
+                  for name, count in dict(q_proj=H, k_proj=G, v_proj=G).items()}
         self.add_projections(layers, ["qkv_proj"] if fusion.enable_qkv_fusion else [])
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x, angles):
         """x (B, S, c)"""
-        if self.fusion.enable_pointwise_kernel and self.packings and dispatch.takes_elements(x):
-            q, k, v = dispatch.rotary(self.qkv_proj(x), angles, *self.widths.values())
+        if self.fusion.enable_pointwise_kernel and self.packings and dispatch.takes(x):
+            q, k, v = gated_rotary.rotary(self.qkv_proj(x), angles, *self.heads)
         else:
             q, k, v = (p.unflatten(-1, (-1, self.width)).transpose(1, 2) for p in self.project(x))
             q, k = rotate(q, angles), rotate(k, angles)  # (B, H, S, D), (B, G, S, D)
@@ -189,8 +190,8 @@ class FusedSwiGLU(PackedProjections):
         self.down_proj = nn.Linear(wide, c, bias=False)
 
     def forward(self, x):
-        if self.fusion.enable_pointwise_kernel and self.packings and dispatch.takes_elements(x):
-            return self.down_proj(dispatch.swiglu(self.gate_up_proj(x)))
+        if self.fusion.enable_pointwise_kernel and self.packings and dispatch.takes(x):
+            return self.down_proj(gated_rotary.swiglu(self.gate_up_proj(x)))
         gate, up = self.project(x)
         return self.down_proj(F.silu(gate) * up)
 
@@ -213,9 +214,7 @@ class FusedTransformerBlock(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-# --------------------------------------------------------------------------------------------------------
-# The model
-# --------------------------------------------------------------------------------------------------------
+# --- The model ------------------------------------------------------------------------------------------
 
 
 class Head(nn.Module):

@@ -24,9 +24,7 @@ from fusion_lab.training.reporting import print_result
 if HAS_TRITON:
     from companions.kernels import ultra_block as kernels
 
-# --------------------------------------------------------------------------------------------------------
-# The block
-# --------------------------------------------------------------------------------------------------------
+# --- The block ------------------------------------------------------------------------------------------
 
 
 def prepare(block, angles, enabled):
@@ -45,9 +43,8 @@ def launch(block, x):
         attention.o_proj.weight, block.post_attention_layernorm.weight, mlp.packed(*mlp.SIDES)[0],
         mlp.down_proj.weight)
     weights = kernels.Weights(*(w.detach().to(dtype) if w.dim() > 1 else w.detach() for w in weights))
-    heads, kv_heads = (attention.widths[name] // attention.width for name in ("q_proj", "k_proj"))
     turns = block.turns[:, :x.shape[1]].contiguous()
-    return kernels.ultra_block(x, weights, turns, heads, kv_heads, block.input_layernorm.eps, block.counters)
+    return kernels.ultra_block(x, weights, turns, *attention.heads, block.input_layernorm.eps, block.counters)
 
 
 class UltraBlock(torch.autograd.Function):
@@ -77,9 +74,7 @@ def run(block, x, angles):
     return UltraBlock.apply(block, x, angles, *block.parameters())
 
 
-# --------------------------------------------------------------------------------------------------------
-# --compare-ultra
-# --------------------------------------------------------------------------------------------------------
+# --- --compare-ultra ------------------------------------------------------------------------------------
 
 SHAPES = ((1, 128), (2, 256), (4, 512), (2, 1024))  # B, S
 ULTRA, EAGER = "ultra-fused blocks", "eager"

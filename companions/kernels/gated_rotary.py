@@ -22,35 +22,15 @@ view of its input.
 Sources: Shazeer 2020 (SwiGLU), Su et al. 2021 (rotary positions), in the layout of transformers.
 """
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.common import check_shapes, operation, sigmoid
-from fusion_lab.kernels.precision import HALF
+from fusion_lab.kernels.common import operation, sigmoid
 
 TILE = 1024  # numbers, or pairs of them, of a program: 8 a thread in four warps, 16 bytes in 16 bits
-
-
-def reference_swiglu(packed):
-    """The same in plain PyTorch."""
-    gate, up = packed.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def reference_rotary(packed, angles, heads, kv_heads):
-    """The same in plain PyTorch."""
-    q, k, v = packed.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2).split(
-        [heads, kv_heads, kv_heads], dim=1)
-    cos, sin = angles.to(packed.dtype)
-
-    def rotated(x):
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return rotated(q), rotated(k), v
 
 
 @triton.jit
@@ -89,16 +69,16 @@ def swiglu_backward_kernel(gradient, packed, out, C, BN: tl.constexpr):
 
 
 @triton.jit
-def rotate_heads(tile, heads, packed, angles, stride_b, stride_s, stride_h, P, S, FIRST: tl.constexpr,
-                 HEADS: tl.constexpr, ROTATED: tl.constexpr, BACKWARD: tl.constexpr, D: tl.constexpr,
-                 W: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
+def rotate_heads(tile, heads, packed, angles, strides, P, S, FIRST: tl.constexpr, HEADS: tl.constexpr,
+                 ROTATED: tl.constexpr, BACKWARD: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+                 BM: tl.constexpr, BD: tl.constexpr):
     """Copies BM heads from packed (P, W), where they begin with head FIRST, to heads (B, S, HEADS, D); with
     BACKWARD the other way. ROTATED: rotates them, by angles (2, S, D / 2). They are tile `tile` of P HEADS,
     in the order of `heads`, and are held in two tiles (BM, BD): first and second halves of channels."""
     r, c = tile * BM + tl.arange(0, BM), tl.arange(0, BD)[None, :]  # (BM,), (1, BD)
     p, h = r // HEADS, (r % HEADS).to(tl.int64)  # (BM,) each: position, head
     s, there = p % S, (r < P * HEADS)[:, None] & (c < D // 2)
-    heads += ((p // S).to(tl.int64) * stride_b + s.to(tl.int64) * stride_s + h * stride_h)[:, None] + c
+    heads += ((p // S).to(tl.int64) * strides[0] + s.to(tl.int64) * strides[1] + h * strides[2])[:, None] + c
     packed += (p.to(tl.int64) * W + (FIRST + h) * D)[:, None] + c
     if BACKWARD:
         source, target = heads, packed
@@ -118,30 +98,26 @@ def rotate_heads(tile, heads, packed, angles, stride_b, stride_s, stride_h, P, S
 
 
 @triton.jit
-def rotary_kernel(q, k, v, packed, angles, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s,
-                  k_stride_h, v_stride_b, v_stride_s, v_stride_h, P, S, H: tl.constexpr, G: tl.constexpr,
-                  D: tl.constexpr, BACKWARD: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
+def rotary_kernel(q, k, v, packed, angles, q_strides, k_strides, v_strides, P, S, H: tl.constexpr,
+                  G: tl.constexpr, D: tl.constexpr, BACKWARD: tl.constexpr, BM: tl.constexpr,
+                  BD: tl.constexpr):
     """One program: BM heads of q, k or v, copied from packed, those of q and k rotated; with BACKWARD packed
     from these, which are gradients. Axis 0: tiles of q, then of k, then of v.
 
-        q (B, S, H, D), k, v (B, S, G, D), with any strides but in D; packed (P, (H + 2 G) D) = [q; k; v];
-        angles (2, S, D / 2) float32, cosines and sines
+        q (B, S, H, D), k, v (B, S, G, D), with any strides (of sample, position, head) but in D; packed
+        (P, (H + 2 G) D) = [q; k; v]; angles (2, S, D / 2) float32, cosines and sines
     """
     tile, of_q, of_k, W = tl.program_id(0), tl.cdiv(P * H, BM), tl.cdiv(P * G, BM), (H + 2 * G) * D
     if tile < of_q:
-        rotate_heads(tile, q, packed, angles, q_stride_b, q_stride_s, q_stride_h, P, S, 0, H, True, BACKWARD,
-                     D, W, BM, BD)
+        rotate_heads(tile, q, packed, angles, q_strides, P, S, 0, H, True, BACKWARD, D, W, BM, BD)
     elif tile < of_q + of_k:
-        rotate_heads(tile - of_q, k, packed, angles, k_stride_b, k_stride_s, k_stride_h, P, S, H, G, True,
-                     BACKWARD, D, W, BM, BD)
+        rotate_heads(tile - of_q, k, packed, angles, k_strides, P, S, H, G, True, BACKWARD, D, W, BM, BD)
     else:
-        rotate_heads(tile - of_q - of_k, v, packed, angles, v_stride_b, v_stride_s, v_stride_h, P, S, H + G,
-                     G, False, BACKWARD, D, W, BM, BD)
+        tile -= of_q + of_k
+        rotate_heads(tile, v, packed, angles, v_strides, P, S, H + G, G, False, BACKWARD, D, W, BM, BD)
 
 
-# --------------------------------------------------------------------------------------------------------
-# Launchers and their derivatives
-# --------------------------------------------------------------------------------------------------------
+# --- Launchers and their derivatives --------------------------------------------------------------------
 
 
 def tiles(rows, channels):
@@ -172,10 +148,9 @@ def rotate(q, k, v, packed, angles, backward):
     width = triton.next_power_of_2(D // 2)
     height = max(1, TILE // width)
     grid = triton.cdiv(B * S * H, height) + 2 * triton.cdiv(B * S * G, height),
-    strides = {f"{name}_stride_{axis}": stride for name, x in dict(q=q, k=k, v=v).items()
-               for axis, stride in zip("bsh", x.stride()[:3], strict=True)}
-    start(rotary_kernel, grid, q, k, v, packed, angles, **strides, P=B * S, S=S, H=H, G=G, D=D,
-          BACKWARD=backward, BM=height, BD=width, num_warps=4)
+    strides = (x.stride()[:3] for x in (q, k, v))
+    start(rotary_kernel, grid, q, k, v, packed, angles, *strides, B * S, S, H=H, G=G, D=D, BACKWARD=backward,
+          BM=height, BD=width, num_warps=4)
 
 
 def rotated(packed: Tensor, angles: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,32 +205,14 @@ class Rotary(torch.autograd.Function):
         return ROTARY_BACKWARD_OP(q, k, v, *ctx.saved_tensors), None, None, None
 
 
-def check_dtype(packed):
-    """ValueError for a dtype in which kernels do not compute."""
-    if packed.dtype not in (torch.float32, *HALF):
-        raise ValueError(f"no Triton kernels between projections in {str(packed.dtype)[6:]}")
-
-
 def swiglu(packed):
-    """silu(gate) * up of packed (..., 2 F), gate first: (..., F). ValueError for an odd number of channels or
-    another dtype than kernels compute in."""
-    check_dtype(packed)
-    if packed.shape[-1] % 2:
-        raise ValueError(f"packed has {packed.shape[-1]} channels, an odd number")
+    """silu(gate) * up of packed (..., 2 F), gate first: (..., F)."""
     flat = packed.contiguous().view(-1, packed.shape[-1])
     return SwiGLU.apply(flat).view(*packed.shape[:-1], packed.shape[-1] // 2)
 
 
 def rotary(packed, angles, heads, kv_heads):
     """q (B, H, S, D), k and v (B, G, S, D) from packed (B, S, (H + 2 G) D). q and k are rotated by angles
-    (2, S, D / 2), cos and sin. D is even; B S H is less than 2**31. ValueError for other shapes or another
-    dtype than kernels compute in."""
-    check_dtype(packed)
-    B, S, channels = packed.shape
-    width, rest = divmod(channels, heads + 2 * kv_heads)
-    if rest or width % 2:
-        raise ValueError(f"packed has {channels} channels, which are no {heads + 2 * kv_heads} heads of even "
-                         "width")
-    check_shapes(("angles", angles, (2, S, width // 2)))
+    (2, S, D / 2), cos and sin. D is even; B S H is less than 2**31."""
     found = Rotary.apply(packed.contiguous(), angles.float().contiguous(), heads, kv_heads)
     return tuple(x.transpose(1, 2) for x in found)

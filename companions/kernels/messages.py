@@ -5,8 +5,8 @@ derivatives. Each reads every tensor as wide as the edges once, and writes at mo
     biased_gelu: g_ik = gelu(y_ik + bias)
     sum_over_neighbours: out_i = sum over k of mask_ik gelu(y_ik + bias)
 
-own, out (N, C); edges, g, y (N, K, C); bias (C,); table (R, C); index (N, K) int64; mask (N, K). N nodes have
-K edges each; R rows of the table are what edges lead to.
+own, out (N, C); edges, g, y (N, K, C); bias (C,); table (R, C); index (N, K) int64; mask (N, K). N nodes, in
+one dimension or several, have K edges each; R rows of the table are what edges lead to.
 
 The first layer of a message [own; edge; neighbour] is a sum of three, which come projected by the BLAS
 library. Later layers' biases are added here: in the product they cost half of its time (measured),
@@ -21,22 +21,13 @@ In kernels one program has one node and takes BE of its edges k at a time, as a 
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.common import (
-    LOG2E,
-    check_shapes,
-    load_rows,
-    operation,
-    reciprocal,
-    store_rows,
-    vector,
-)
+from fusion_lab.kernels.common import LOG2E, load_rows, operation, reciprocal, store_rows, vector
 
 TILE = 1024  # numbers of edges that a program of two warps holds at a time
 STAGES = tl.constexpr(3)  # of its loads: while it computes one tile, the next two are on their way
@@ -49,24 +40,9 @@ class Incoming(NamedTuple):
 
 
 def incoming(index, rows):
-    """Incoming of index (N, K) into a table of so many rows, fewer than 2**31."""
+    """Incoming of index into a table of so many rows, fewer than 2**31."""
     found, order = index.flatten().int().sort(stable=True)
     return Incoming(order, torch.searchsorted(found, torch.arange(rows + 1, device=index.device).int()))
-
-
-def reference_first_layer(own, edges, table, index):
-    """The same in plain PyTorch."""
-    return F.gelu(own[:, None] + edges + table[index])
-
-
-def reference_gelu(y, bias):
-    """The same in plain PyTorch."""
-    return F.gelu(y + bias)
-
-
-def reference_sum(y, bias, mask):
-    """The same in plain PyTorch."""
-    return (mask[:, :, None] * F.gelu(y + bias)).sum(1)
 
 
 @triton.jit
@@ -207,9 +183,7 @@ def message_table_kernel(dx, order, starts, out, C: tl.constexpr, BE: tl.constex
     tl.store(out + row * C + c, tl.sum(acc, 0).to(out.dtype.element_ty))
 
 
-# --------------------------------------------------------------------------------------------------------
-# Launchers and their derivatives
-# --------------------------------------------------------------------------------------------------------
+# --- Launchers and their derivatives --------------------------------------------------------------------
 
 
 def tile(channels):
@@ -305,21 +279,17 @@ class Gelu(torch.autograd.Function):
 
 
 def first_layer(own, edges, table, index, leading):
-    """gelu(own + edges + table[index]) (N, K, C); leading: incoming(index, rows of table)."""
-    N, K, C = edges.shape
-    check_shapes(("own", own, (N, C)), ("table", table, (len(leading.starts) - 1, C)),
-                 ("index", index, (N, K)))
-    return FirstLayer.apply(own.contiguous(), edges, table.contiguous(), index.contiguous(), *leading)
+    """gelu(own + edges + table[index]), shaped as edges; leading: incoming(index, rows of table)."""
+    return FirstLayer.apply(own.flatten(0, -2).contiguous(), edges.flatten(0, -3), table.contiguous(),
+                            index.flatten(0, -2).contiguous(), *leading).view(edges.shape)
 
 
 def biased_gelu(y, bias):
-    """gelu(y + bias) (N, K, C)."""
-    check_shapes(("bias", bias, (y.shape[2],)))
-    return Gelu.apply(y.contiguous(), bias.contiguous(), None)
+    """gelu(y + bias), shaped as y."""
+    return Gelu.apply(y.contiguous().flatten(0, -3), bias, None).view(y.shape)
 
 
 def sum_over_neighbours(y, bias, mask):
-    """The sum over K of mask gelu(y + bias), (N, C); mask has no gradient."""
-    N, K, C = y.shape
-    check_shapes(("bias", bias, (C,)), ("mask", mask, (N, K)))
-    return Gelu.apply(y.contiguous(), bias.contiguous(), mask.contiguous())
+    """The sum over K of mask gelu(y + bias); mask has no gradient."""
+    summed = Gelu.apply(y.contiguous().flatten(0, -3), bias, mask.flatten(0, -2).contiguous())
+    return summed.view(*mask.shape[:-1], -1)

@@ -1,6 +1,6 @@
 """Five patterns of fusion as Triton kernels (companions/fusion_patterns.py measures them).
 
-    y = linear_activation(x, weight, bias, "gelu")  # act(x weight^T + bias); "relu", or "gelu" with tanh
+    y = linear_gelu(x, weight, bias)                # gelu(x weight^T + bias), by tanh
     total, y = add_norm(x, residual, weight, bias)  # x + residual and its LayerNorm; without bias RMSNorm
     y = wide_layer_norm(x, weight, bias)            # LayerNorm of rows of any width, in tiles
     values, indices = softmax_topk(x, k)            # k <= 64; the probabilities are never in memory
@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from companions.kernels import EPS
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import start
 from fusion_lab.kernels.common import candidates
 
-EPS = 1e-5
 PROGRAMS = 512  # of add_norm's backward pass, each with partial sums of its own for the weights' gradients
 MOST_KEPT = 64  # entries of a row, which a program keeps in registers
 
@@ -29,24 +29,14 @@ def shape_of(x):
     return f"{str(x.dtype)[6:]} P{rows} W{width}"
 
 
-# --------------------------------------------------------------------------------------------------------
-# A product, its bias and an activation
-# --------------------------------------------------------------------------------------------------------
+# --- A product, its bias and GELU -----------------------------------------------------------------------
 
 
 @triton.jit
-def activated(z, KIND: tl.constexpr):
-    """act(z). gelu is that with tanh: sqrt(2 / pi) is 0.79788..., and tanh(u) = 2 sigmoid(2 u) - 1."""
-    if KIND == "relu":
-        return tl.maximum(z, 0.0)
-    return z * tl.sigmoid(2.0 * 0.7978845608028654 * (z + 0.044715 * z * z * z))
-
-
-@triton.jit
-def linear_activation_kernel(x, weight, bias, y, M, N, K, KIND: tl.constexpr, BM: tl.constexpr,
-                             BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """One program: a tile (BM, BN) of y = act(x weight^T + bias). Axis 0: tiles, GROUP of them down a column,
-    then the same rows of the next column, so that both operands are cached.
+def linear_gelu_kernel(x, weight, bias, y, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                       GROUP: tl.constexpr):
+    """One program: a tile (BM, BN) of y = gelu(x weight^T + bias). Axis 0: tiles, GROUP of them down a
+    column, then the same rows of the next column, so that both operands are cached.
 
         x (M, K); weight (N, K); bias (N,); y (M, N)
     """
@@ -68,10 +58,11 @@ def linear_activation_kernel(x, weight, bias, y, M, N, K, KIND: tl.constexpr, BM
                     mask=(n[None, :] < N) & (k[:, None] < K), other=0.0)  # (BK, BN)
         acc = tl.dot(a, b, acc)
 
-    # Bias and activation, before the tile leaves the registers
-    acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    # Bias and gelu, before the tile leaves the registers: 0.5 z (1 + tanh(u)) = z sigmoid(2 u)
+    z = acc + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    z *= tl.sigmoid(2.0 * 0.7978845608028654 * (z + 0.044715 * z * z * z))  # sqrt(2 / pi)
     offsets, there = m[:, None].to(tl.int64) * N + n[None, :], (m[:, None] < M) & (n[None, :] < N)
-    tl.store(y + offsets, activated(acc, KIND).to(y.dtype.element_ty), mask=there)
+    tl.store(y + offsets, z.to(y.dtype.element_ty), mask=there)
 
 
 LINEAR = candidates(("BM", "BN", "BK", "GROUP", "num_warps", "num_stages"), (64, 64, 32, 8, 4, 2),
@@ -79,19 +70,17 @@ LINEAR = candidates(("BM", "BN", "BK", "GROUP", "num_warps", "num_stages"), (64,
                     (128, 256, 64, 8, 8, 4), (64, 128, 64, 8, 4, 3))
 
 
-def linear_activation(x, weight, bias, kind):
+def linear_gelu(x, weight, bias):
     x, weight = x.contiguous(), weight.contiguous()
     (M, K), N = x.shape, len(weight)
     y, shape = x.new_empty(M, N), f"{str(x.dtype)[6:]} M{triton.next_power_of_2(M)} N{N} K{K}"
-    tuner.launch("linear_activation_kernel", shape, LINEAR, lambda chosen: start(
-        linear_activation_kernel, (triton.cdiv(M, chosen["BM"]) * triton.cdiv(N, chosen["BN"]),), x, weight,
-        bias, y, M, N, K, KIND=kind, **chosen))
+    tuner.launch("linear_gelu_kernel", shape, LINEAR, lambda chosen: start(
+        linear_gelu_kernel, (triton.cdiv(M, chosen["BM"]) * triton.cdiv(N, chosen["BN"]),), x, weight,
+        bias, y, M, N, K, **chosen))
     return y
 
 
-# --------------------------------------------------------------------------------------------------------
-# Residual and norm
-# --------------------------------------------------------------------------------------------------------
+# --- Residual and norm ----------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -199,9 +188,7 @@ def add_norm(x, residual, weight, bias=None):
     return AddNorm.apply(x.contiguous(), residual.contiguous(), weight, bias)
 
 
-# --------------------------------------------------------------------------------------------------------
-# LayerNorm of any width
-# --------------------------------------------------------------------------------------------------------
+# --- LayerNorm of any width -----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -243,9 +230,7 @@ def wide_layer_norm(x, weight, bias):
     return y
 
 
-# --------------------------------------------------------------------------------------------------------
-# Softmax and top-k
-# --------------------------------------------------------------------------------------------------------
+# --- Softmax and top-k ----------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -310,9 +295,7 @@ def softmax_topk(x, k):
     return values, indices
 
 
-# --------------------------------------------------------------------------------------------------------
-# Scores, mask, softmax
-# --------------------------------------------------------------------------------------------------------
+# --- Scores, mask, softmax ------------------------------------------------------------------------------
 
 
 @triton.jit

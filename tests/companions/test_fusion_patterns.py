@@ -67,10 +67,6 @@ def test_every_way_is_right_on_a_cpu(name):
     ways = lab.ways_of(pattern, compiled=False, on_gpu=False)
     given = lab.tensors_of(pattern, sizes, torch.float32, CPU)
     assert lab.faults(ways, given, torch.float32) == dict(ours="needs a GPU and Triton")
-    with torch.no_grad():  # where the library may have another operation
-        for plain, library in zip(*(lab.outputs(ways.get(way, ways["plain"]), given)
-                                    for way in ("plain", "library")), strict=True):
-            torch.testing.assert_close(library, plain)
 
 
 def test_a_pattern_as_it_is_measured(monkeypatch):

@@ -9,12 +9,6 @@ from torch.nn.attention import SDPBackend
 from fusion_lab.kernels import dispatch, limits, precision
 from fusion_lab.kernels.library import attention_choice
 
-try:
-    from companions.kernels import dispatch as of_companions
-except ModuleNotFoundError:
-    of_companions = None  # they may go
-with_companions = pytest.mark.skipif(of_companions is None, reason="companions were deleted")
-
 CPU, GPU = torch.device("cpu"), SimpleNamespace(type="cuda")
 
 
@@ -235,23 +229,3 @@ def test_which_projections_stay_with_the_library():
 
 
 # --- What the model's modules become for the kernels ------------------------------------------------------
-
-
-@with_companions
-@pytest.mark.parametrize("triton_is_there", [True, False])
-def test_which_edges_messages_come_from(monkeypatch, triton_is_there):
-    monkeypatch.setattr(of_companions, "HAS_TRITON", triton_is_there)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        expected = triton_is_there and dtype != torch.float64
-        assert of_companions.hears(there(9, 48, 64, dtype=dtype)) == expected
-    assert not of_companions.hears(there(9, 64, 48)) and not of_companions.hears(there(9, 48, 64, gpu=False))
-
-
-@with_companions
-@pytest.mark.parametrize("triton_is_there", [True, False])
-def test_which_projections_are_turned_and_gated(monkeypatch, triton_is_there):
-    monkeypatch.setattr(of_companions, "HAS_TRITON", triton_is_there)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        taken = of_companions.takes_elements(there(9, 5, 77, dtype=dtype))
-        assert taken == (triton_is_there and dtype != torch.float64)
-    assert not of_companions.takes_elements(there(9, 5, 64, gpu=False))

@@ -1,8 +1,5 @@
 """Structures made up for tests: PDB lines of an extended chain, and the same as mmCIF."""
 
-
-
-
 CODES = dict(zip("ACDEFGHIKLMNPQRSTVWYmsu", (
     "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR MSE SEP UNK").split(),
     strict=True))

@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -383,14 +382,6 @@ def test_highest_occupancy_of_alternate_locations_and_residues(fmt, tmp_path):
     assert chain.coords[1:3].tolist() == [[2, 2, 2], [3, 3, 3]]
 
 
-def test_first_of_equal_occupancies(tmp_path):
-    lines = model("AME", leave_out=[(1, "CB")])
-    lines += [atom("CB", "MET", "A", 2, (i, i, i), alternate="AB"[i], occupancy=0.5) for i in range(2)]
-    lines.sort(key=lambda line: int(line[22:26]))
-    chain, = read_structure(write_model(tmp_path / "x.pdb", *lines))
-    assert chain.coords[1].tolist() == [0, 0, 0]
-
-
 def test_no_cb_no_coordinates_except_glycine(query, tmp_path):
     path = write_model(tmp_path / "x.pdb", *model(SEQUENCE, leave_out=[(4, "CB")]))
     assert columns_with_coords(load_protein(query, path).coords) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
@@ -580,23 +571,14 @@ def test_bad_structure_is_one_line_with_the_file(name, text, tmp_path):
     assert name in one_line_error(read_structure, write(tmp_path / name, text))
 
 
-def test_bytes_that_are_no_text_do_no_harm(query, tmp_path):
-    path = write(tmp_path / "x.pdb", b"AUTHOR    \xc9T\xc9\n" + "\n".join(model(SEQUENCE)).encode())
-    assert np.isfinite(load_protein(query, path).coords).all()
-    path = write(tmp_path / "x.pdb", "\n".join(model(SEQUENCE, chain="\xc9")).encode("latin-1"))
-    assert load_protein(query, path).chain == "?"
-
-
 def test_structure_argument(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     split = files.split_structure_argument
-    write(tmp_path / "odd:A", "")
     write(tmp_path / "odd:name.pdb", "")
-    assert [split(a) for a in ("x.pdb", "x.pdb:A", "x.cif.gz:AB", "x.pdb:", "odd:A", "odd:A:B")] == [
-        ("x.pdb", None), ("x.pdb", "A"), ("x.cif.gz", "AB"), ("x.pdb", None), ("odd:A", None), ("odd:A", "B")]
+    assert [split(a) for a in ("x.pdb", "x.pdb:A", "x.cif.gz:AB", "x.pdb:", "dir:x/absent.pdb")] == [
+        ("x.pdb", None), ("x.pdb", "A"), ("x.cif.gz", "AB"), ("x.pdb", None), ("dir:x/absent.pdb", None)]
     assert split("odd:name.pdb") == ("odd:name.pdb", None)
     assert split("odd:name.pdb:C") == ("odd:name.pdb", "C")
-    assert split("dir:x/absent.pdb") == ("dir:x/absent.pdb", None)
 
 
 # --- Directories and packages ---------------------------------------------------------------------------
@@ -662,13 +644,3 @@ def test_import_brings_neither_torch_nor_the_trainer_nor_gemmi():
     code = ("import sys, proteins.files; "
             "sys.exit(bool({'torch', 'gemmi', 'tiny_openfold_v2'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-def test_rows_are_picked_by_words_of_four_letters(monkeypatch):
-    """A row that shares its last four letters alone is looked at, one that shares three is not."""
-    monkeypatch.setattr(files, "_best_chain", lambda *_: (None, None))
-    monkeypatch.setattr(files, "_matches", lambda *_, **__: True)
-    chains = [SimpleNamespace(sequence=files._tokens(b"ACDEFG"))]
-    assert files._row_that_matches(["shares four"], [b"WW-DEFG"], chains) == "shares"
-    assert files._row_that_matches(["three"], [b"WWWEFG"], chains) is None
-    assert files._row_that_matches([""], [b"ACDEFG"], chains) is None  # a row without a name

@@ -11,9 +11,8 @@ from companions.kernels import patterns
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 
-def linear(kind, M, N, K):
-    return (lambda *t: patterns.linear_activation(*t, kind), plain.PATTERNS[kind].plain,
-            [(M, K), (N, K), (N,)])
+def linear(M, N, K):
+    return patterns.linear_gelu, plain.PATTERNS["gelu"].plain, [(M, K), (N, K), (N,)]
 
 
 def norm(rows, width, biased):
@@ -41,7 +40,7 @@ def scores(heads, L, D):
 
 
 CASES = {
-    "linear, relu": (linear, "relu", 70, 80, 40), "linear, gelu": (linear, "gelu", 70, 80, 40),
+    "linear": (linear, 70, 80, 40),
     "residual and LayerNorm": (norm, 5, 100, True), "residual and RMSNorm": (norm, 3, 64, False),
     "LayerNorm, a tile and a bit": (wide, 3, 1030), "LayerNorm, narrow": (wide, 20, 1),
     "softmax and top-k": (topk, 3, 1100, 5), "the only entry": (topk, 2, 1, 1),
