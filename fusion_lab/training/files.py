@@ -209,18 +209,12 @@ def results_directory(path, default, fresh=False):
             raise
         except OSError as error:
             raise UserError(f"cannot write into {name}: {error.strerror}") from None
-    return first_free(path, hold, default, "run", print)
+    return first_free(path, hold, default)
 
 
-def session_directory(path, default, say=print):
-    """Where a session of an outer profiler writes. The program that it profiles holds the directory itself,
-    so what is held here is its name."""
-    return first_free(path, hold_file, default, "session", say)
-
-
-def first_free(path, hold, default, what, say):
-    """The path that hold(path) takes. Where another run (or session) holds the default one, it is one with a
-    number behind its name, which is said; one that the user named is refused. Raises UserError."""
+def first_free(path, hold, default):
+    """The path that hold(path) takes. Where another run holds the default one, it is one with a number behind
+    its name, which is said; one that the user named is refused. Raises UserError."""
     name, number = path, 1
     while True:
         try:
@@ -228,12 +222,11 @@ def first_free(path, hold, default, what, say):
             break
         except BlockingIOError:
             if not default:
-                raise UserError(f"{path}: another {what} is writing into it; name another directory"
-                                ) from None
+                raise UserError(f"{path}: another run is writing into it; name another directory") from None
             number += 1
             name = f"{path.rstrip(os.sep)}_{number}"
     if name != path:
-        say(f"Another {what} is writing into {path}: the results of this one go into {name}")
+        print(f"Another run is writing into {path}: the results of this one go into {name}")
     return name
 
 

@@ -69,6 +69,7 @@ def test_an_interrupted_profile_is_flushed_and_summarised(number, machine):
     with subprocess.Popen([ROOT / "run_rocprofv3.sh", "-o", "out"], stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True) as process:
         assert any(line.startswith("step 1") for line in process.stdout)
+        assert "another run is writing into it" in start("rocprof-sys", "-o", "out", "--force").stderr
         process.send_signal(number)
         output = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == manifest(out)["exit_code"] == 128 + number

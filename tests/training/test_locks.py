@@ -274,16 +274,3 @@ def test_sessions_and_studies_begin_beside_one_that_runs(tmp_path, monkeypatch, 
         assert os.listdir("named") == os.listdir("now") == []
     assert (tmp_path / "now_2" / "config.json").exists()
     assert capsys.readouterr().out.count("Another run is writing into") == 2
-
-
-def test_amd_sessions_hold_the_name_of_their_directory(tmp_path, capsys):
-    """The directory itself is held by the program that they profile."""
-    path = str(tmp_path / "d")
-    with held_by_another("file", path):
-        assert files.session_directory(path, True) == f"{path}_2"
-        assert capsys.readouterr().out == (
-            f"Another session is writing into {path}: the results of this one go into {path}_2\n")
-        with pytest.raises(UserError, match="d: another session is writing into it; name another directory$"):
-            files.session_directory(path, False)
-    locks.hold_directory(path)
-    assert files.session_directory(path, False) == path
