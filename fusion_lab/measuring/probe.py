@@ -7,6 +7,7 @@ import torch
 
 from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.measuring.counters import OpCounter, counting_saved, gpu_kernels, saved_activations
+from fusion_lab.measuring.roctx import BLIND, GRAPHS
 from fusion_lab.training.feeding import batch_of, to_device
 from fusion_lab.training.files import counted
 from fusion_lab.training.machine import MEGABYTE
@@ -23,6 +24,7 @@ class Findings:
     warmup_time: float | None = None  # s
     first_step_time: float | None = None  # s, compilation included
     peak_memory_mb: float | None = None  # of a step by itself, where somebody measured that
+    graph_kernels: int | None = None  # that a replay of the step's graph runs
     operations: int | None = None   # equal where the same operations run, on a CPU
 
     @property
@@ -43,8 +45,13 @@ def probe(trainer, batch, count_launches=True):
                               lambda: trainer.forward(batch, only_loss=True)["loss"])
     found = Findings(saved, flops)
     if trainer.device.type == "cuda":
-        found.peak = trainer.graph.peak if trainer.graph else None
-        found.launches = len(gpu_kernels(lambda: trainer.step(batch))) if count_launches else None
+        if trainer.graph:
+            found.peak, found.graph_kernels = trainer.graph.peak, trainer.graph.kernels
+        recorded = len(gpu_kernels(lambda: trainer.step(batch))) if count_launches else None
+        found.launches = recorded if (recorded or 0) >= (found.graph_kernels or 1) else None
+        if count_launches and found.launches is None:
+            print(f"Launches of a step: the profiler recorded {recorded} of {found.graph_kernels or 'its'} "
+                  f"kernels. {GRAPHS if recorded else BLIND}")
     return found
 
 

@@ -30,7 +30,8 @@ def summarise(trainer, found, losses, times):
                                                    else dict.fromkeys(OF_STEPS)),
         warmup_time=found.warmup_time, first_step_time=found.first_step_time, peak_memory_mb=peak,
         saved_activation_mb=found.saved_mb, launches_per_step=found.launches,
-        launch_kind=launch_kind(device), flops_per_step=found.flops, matmul_ceiling_tflops=ceiling / 1e12)
+        launch_kind=launch_kind(device), graph_kernels=found.graph_kernels,
+        flops_per_step=found.flops, matmul_ceiling_tflops=ceiling / 1e12)
     median = performance["median_batch_time"]
     performance.update(achieved_tflops=median and found.flops / median / 1e12,
                        mfu=median and found.flops / median / ceiling)

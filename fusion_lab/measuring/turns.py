@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 
+from fusion_lab.measuring.roctx import child_environment
+
 VARIABLE = "FUSION_LAB_TURN"  # "FD,FD,PID": where the child writes, where it reads, who its parent is
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -60,7 +62,8 @@ class Guest:
         self.reader, writer = os.pipe()
         reader, self.writer = os.pipe()
         try:
-            env = dict(os.environ if env is None else env, **{VARIABLE: f"{writer},{reader},{os.getpid()}"})
+            env = child_environment() if env is None else env
+            env = dict(env, **{VARIABLE: f"{writer},{reader},{os.getpid()}"})
             self.process = subprocess.Popen(command, env=env, pass_fds=[writer, reader], **options)
         except BaseException:
             self.close()

@@ -87,7 +87,8 @@ def report_lines(analysis, pictures=()):
     own_ms = sum(e["self_us"] for e in analysis.kernels) / 1e3
     lines = ["# PyTorch profiler session", "", *run_lines(analysis), "",
              f"Trace: `{analysis.trace}`, for https://ui.perfetto.dev or TensorBoard. All figures are per "
-             f"step, all blocks together; machine-readable in `{ANALYSIS}`.", "", "## Findings", "",
+             f"step, all blocks together; machine-readable in `{ANALYSIS}`.", "",
+             *(f"**Caution:** {text}\n" for text in analysis.unrecorded), "## Findings", "",
              *(f"{i}. {text}" for i, text in enumerate(analysis.findings(), 1)), "",
              *(["## Launch-bound?", "", analysis.launch.text + ".", ""] if analysis.launch else []),
              *sublayer_lines(analysis, picture), "", f"## Top {TOP} {analysis.unit}s", "",

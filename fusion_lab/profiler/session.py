@@ -84,6 +84,8 @@ def print_session(analysis, directory, pictures, compared):
     print(f"Results in {directory}: {', '.join([REPORT, ANALYSIS, analysis.trace, *pictures])}")
     if analysis.launch and not any(analysis.launch.text in finding for finding in analysis.findings()):
         print(f"Launch: {analysis.launch.text}")
+    for text in analysis.unrecorded:
+        print(f"Caution: {text}")
     print("Findings:")
     for number, text in enumerate(analysis.findings(), 1):
         print(f"   {number}. {text}")

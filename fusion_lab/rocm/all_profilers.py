@@ -1,6 +1,5 @@
-"""All profilers, one after the other, and one page about them: the work behind run_all_profilers.sh."""
+"""All profilers, one after the other, and one page about them; the command line behind all four scripts."""
 import argparse
-import dataclasses
 import os
 import pathlib
 import shlex
@@ -16,7 +15,7 @@ from fusion_lab.rocm.rocprof_compute import RocprofCompute
 from fusion_lab.rocm.rocprof_sys import RocprofSys
 from fusion_lab.rocm.rocprofv3 import Rocprofv3
 from fusion_lab.rocm.session import Command, Outcome, say
-from fusion_lab.rocm.wrapper import Parser
+from fusion_lab.rocm.wrapper import parse
 from fusion_lab.training import files, torchrun
 from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, USAGE, UserError
 from fusion_lab.training.program import ROOT
@@ -28,31 +27,23 @@ QUICK = ["--batch-size", "2", "--num-steps", "3", "--warmup-steps", "1"]
 QUICK_SIZES = [("--num-blocks", "2"), ("--num-seqs", "8"), ("--seq-len", "16")]  # of programs that have them
 ABOUT = f"""{', '.join(NAMES)} one after the other, each in its own directory, and
 PROFILING_SUMMARY.md with the result, duration and main figures of each."""
-EXAMPLES = """examples:
-  ./run_all_profilers.sh --quick     a small model, 3 steps: minutes
-  ./run_all_profilers.sh --only pytorch,rocprofv3 --batch-size 8
-"""
+NOTE = """Step times are the trainer's own while the profiler was watching, those of pytorch without it: they
+compare the profilers' overhead, not models. Launches are the trainer's count, kernel times were recorded."""
 
 
 def profiler_list(text):
     short = {"sys": "rocprof-sys", "compute": "rocprof-compute"}
-    names = [short.get(name.strip(), name.strip()) for name in text.split(",") if name.strip()]
-    if not names or set(names) - set(NAMES):
+    names = [short.get(name.strip(), name.strip()) for name in text.split(",")]
+    if set(names) - set(NAMES):
         raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of {', '.join(NAMES)}")
     return names
 
 
-def parse(arguments):
-    parser = Parser(SCRIPT, ABOUT, EXAMPLES, 14400, "complete_profiling_<time>", [])
+def add_options(parser):
     parser.add_argument("--quick", action="store_true", help="small and short: "
                         f"{' '.join([*QUICK, *map(' '.join, QUICK_SIZES)])}, and no roofline")
     parser.add_argument("--only", metavar="LIST", type=profiler_list, help="run these; each must be possible")
     parser.add_argument("--skip", metavar="LIST", type=profiler_list, default=[], help="leave these out")
-    options, own_flags = parser.split(arguments)
-    options.names = [name for name in options.only or NAMES if name not in options.skip]
-    if not options.names:
-        raise UserError("--only, --skip: nothing is left to run")
-    return options, (QUICK if options.quick else []) + own_flags
 
 
 def make_wrapper(name, options, directory, own_flags):
@@ -73,69 +64,51 @@ def run_pytorch(options, directory, own_flags):
                       log="pytorch.log")
     if options.dry_run:
         say(*command.script())
-        return Outcome(OK, "dry run")
+        return Outcome(OK)
     ended = session.run(command, directory.parent, options.timeout)
-    reason, ended_by = "", ended.interrupted or ended.timed_out
-    if ended.code or ended_by:
-        log = pathlib.Path(directory.parent, command.log).read_text(errors="replace")
-        ended.code, reason = session.failure(ended, log) if ended_by or ended.code not in MEANING else (
-            ended.code, f"{MEANING[ended.code]}; see {command.log}")
-    return Outcome(ended.code, reason, str(directory), ended.seconds)
+    reason = ended.reason or f"{MEANING.get(ended.code, 'it failed')}; see {command.log}" * (ended.code != OK)
+    return Outcome(ended.code if ended.code in MEANING else FAILED, reason, str(directory), ended.seconds)
 
 
 def result_word(outcome):
-    if outcome is None or outcome.code in (MISSING, NO_GPU):
-        return "SKIP"
-    return "PASS" if outcome.code == OK else "FAIL"
-
-
-def cell(value):
-    if value is None:
-        return "not measured"
-    return f"{value:.4g}" if isinstance(value, float) else escaped(value)
+    return "SKIP" if outcome.code in (None, MISSING, NO_GPU) else "PASS" if outcome.code == OK else "FAIL"
 
 
 def summary_page(directory, outcomes, command_line):
     """PROFILING_SUMMARY.md: what became of each profiler, and their main figures side by side."""
-    command = code(command_line, longest=None)
-    lines = ["# Profiling summary", "", f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {command}", ""]
-    rows = [["profiler", "result", "duration", "directory", "reason"]]
+    rows = [["profiler", "result", "duration", "step ms", "launches per step", "kernel ms per step",
+             "directory", "reason"]]
     for name, outcome in outcomes.items():
-        shown = outcome or Outcome(OK, "not started: interrupted")
-        where = escaped(os.path.relpath(shown.directory, directory)) if shown.directory else ""
-        rows.append([name, result_word(outcome), f"{shown.seconds:.1f} s", where, cell(shown.reason)])
-    lines += markdown(rows)
-    figures = {name: kernel_summary.main_figures(outcome.directory) for name, outcome in outcomes.items()
-               if result_word(outcome) == "PASS"}
-    if figures:
-        lines += ["", "Main figures. Step times are the trainer's own while the profiler was watching, those "
-                  "of pytorch without it: they compare the profilers' overhead, not models.", ""]
-        lines += markdown([["figure", *figures], *(
-            [figure, *(cell(values[figure]) for values in figures.values())]
-            for figure in next(iter(figures.values())))])
-    return "\n".join(lines) + "\n"
+        passed = result_word(outcome) == "PASS"
+        figures = kernel_summary.main_figures(outcome.directory) if passed else [None] * 3
+        cells = ["" if value is None else f"{value:.4g}" if isinstance(value, float) else escaped(value)
+                 for value in figures]
+        where = escaped(os.path.relpath(outcome.directory, directory)) if outcome.directory else ""
+        rows.append([name, result_word(outcome), f"{outcome.seconds:.1f} s", *cells, where,
+                     escaped(outcome.reason)])
+    about = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {code(command_line, longest=None)}"
+    return "\n".join(["# Profiling summary", "", about, "", *markdown(rows), "", NOTE]) + "\n"
 
 
 def run_all(arguments):
     """Exit code of the whole. Raises UserError where nothing was run."""
     torchrun.require_alone(SCRIPT)
-    options, own_flags = parse(arguments)
-    directory = os.path.abspath(
-        options.output_dir or f"complete_profiling_{time.strftime('%Y%m%d_%H%M%S')}")
-    if not (options.dry_run or options.preflight):
-        directory = files.session_directory(directory, not options.output_dir)
-    directory = pathlib.Path(directory)
-    places = {name: directory / name.replace("-", "_") for name in options.names}
+    options, own_flags = parse(arguments, SCRIPT, ABOUT, "complete_profiling_<time>", 14400, add_options)
+    own_flags = (QUICK if options.quick else []) + own_flags
+    names = [name for name in options.only or NAMES if name not in options.skip]
+    if not names:
+        raise UserError("--only, --skip: nothing is left to run")
+    directory = pathlib.Path(options.output_dir or f"complete_profiling_{time.strftime('%Y%m%d_%H%M%S')}")
+    directory = directory.absolute()
+    places = {name: directory / name.replace("-", "_") for name in names}
     # First all wrappers, each of which has the program judge its flags, then the first run.
     wrappers = {name: make_wrapper(name, options, place, own_flags) for name, place in places.items()
                 if name in WRAPPERS}
     if options.preflight:
         return worst_code([session.profile(wrapper) for wrapper in wrappers.values()])
     if not options.dry_run:
-        if session.check_directory(directory, options):
-            files.set_aside(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-    outcomes = dict.fromkeys(options.names)
+        session.make_fresh(directory, options)
+    outcomes = {name: Outcome(None, "not started: interrupted") for name in names}
     for name, place in places.items():
         say("", f"# {name}")
         begin = time.monotonic()
@@ -144,30 +117,26 @@ def run_all(arguments):
                 run_pytorch(options, place, own_flags)
         except (UserError, OSError) as error:  # the others run all the same
             outcomes[name] = Outcome(getattr(error, "code", FAILED), str(error), "", time.monotonic() - begin)
+            say(f"# {result_word(outcomes[name])}: {error}")
         if outcomes[name].code > 128:
             break
-        if result_word(outcomes[name]) == "SKIP":
-            say(f"# skipped: {outcomes[name].reason}")
-    return OK if options.dry_run else conclude(directory, outcomes, arguments, options)
+    return OK if options.dry_run else conclude(directory, outcomes, arguments, options.only)
 
 
-def conclude(directory, outcomes, arguments, options):
+def conclude(directory, outcomes, arguments, only):
     """Write the page; the exit code is not zero if a profiler failed, if one asked for by name could not run,
     or if none could."""
     command_line = shlex.join([f"./{SCRIPT}", *arguments])
     page = summary_page(directory, outcomes, command_line)
     files.write_text(directory / "PROFILING_SUMMARY.md", page)
-    files.write_json(directory / "manifest.json", {
-        "script": SCRIPT, "command": command_line,
-        "profilers": {name: {"result": result_word(outcome),
-                             **(dataclasses.asdict(outcome) if outcome else {})}
-                      for name, outcome in outcomes.items()}})
+    files.write_json(directory / "manifest.json", {"script": SCRIPT, "command": command_line, "profilers": {
+        name: {"result": result_word(outcome), **vars(outcome)} for name, outcome in outcomes.items()}})
     say("", page, directory / "PROFILING_SUMMARY.md")
-    highest = max((outcome.code for outcome in outcomes.values() if outcome), default=OK)
+    highest = max(outcome.code or OK for outcome in outcomes.values())
     words = {result_word(outcome) for outcome in outcomes.values()}
     if highest > 128:
         return highest
-    if "FAIL" in words or options.only and "SKIP" in words:
+    if "FAIL" in words or only and "SKIP" in words:
         return FAILED
     return OK if "PASS" in words else MISSING
 

@@ -61,13 +61,12 @@ def last_exception(text):
     """(files of the last Python traceback, its last line: "KeyError: 'x'"), or ([], None)."""
     block = text.rpartition("Traceback (most recent call last):\n")
     ending = re.search(r"^[A-Za-z_][\w.]*(:.*)?$", block[2], re.MULTILINE) if block[1] else None
-    frames = re.findall(r'^ +File "([^"]+)"', block[2], re.MULTILINE) if ending else []
-    return frames, ending and ending[0][:200]
+    return re.findall(r'^ +File "([^"]+)"', block[2], re.MULTILINE), ending and ending[0][:200]
 
 
 def crash_of_tool(text, program):
     """The last line of a traceback that ends in a ROCm tool and never came to the program, or None."""
     frames, ending = last_exception(text)
-    ours = any(os.path.basename(program) == os.path.basename(frame) for frame in frames)
+    names = {os.path.basename(frame) for frame in frames}
     theirs = any("rocprof" in os.path.basename(frame) or "rocprofsys" in frame for frame in frames)
-    return ending if theirs and not ours else None
+    return ending if theirs and os.path.basename(program) not in names else None

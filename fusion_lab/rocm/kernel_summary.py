@@ -8,117 +8,85 @@ rocprof-compute's counter files and of rocpd databases. Standard library only, o
 """
 import contextlib
 import json
+import math
 import pathlib
 import re
 from collections import defaultdict
 
-from fusion_lab.measuring.trace.kinds import KINDS, kind_of_kernel
+from fusion_lab.measuring.roctx import BLIND, GRAPHS
+from fusion_lab.measuring.trace.kinds import kind_of_kernel
 from fusion_lab.rocm import records, timeline
 from fusion_lab.training.files import EXIT_CODES, NO_DATA, OK, USAGE, UserError, exit_code, printable
 from fusion_lab.training.flags import Parser
 
 PROGRAM = "profile_summary.py"
 TOP_KERNELS = 20
-SUMMARIES = "performance_summary*.json"  # of any program
-
-
-def read_json(path):
-    """A JSON object, or {}: these files describe a result, they are not the result."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        content = json.loads(path.read_text(errors="replace"))
-        return content if isinstance(content, dict) else {}
-    return {}
-
-
-def section(content, key):
-    """A JSON object within another one; {} where there is none."""
-    return content[key] if isinstance(content.get(key), dict) else {}
-
-
-def number(content, key):
-    """A figure of a JSON object, or None."""
-    return content[key] if type(content.get(key)) in (int, float) else None
-
-
-def program_summary(directory):
-    """The profiled program's own summary below directory, under the name that the session's record has."""
-    name = read_json(directory / "manifest.json").get("summary")
-    plain = isinstance(name, str) and re.fullmatch(r"[\w.-]+\.json", name)  # no pattern
-    files = records.result_files(directory, name if plain else SUMMARIES)
-    return read_json(files[0]) if files else {}
-
-
-def steps_profiled(directory):
-    """(number of steps, measured steps only?, in words); the number is None where nothing tells."""
-    training = section(program_summary(directory), "training_params")
-    steps = {"measured": training.get("num_steps"), "warmup": training.get("warmup_steps")}
-    manifest = read_json(directory / "manifest.json")
-    steps = section(manifest, "steps") if "steps" in manifest else steps  # null there: nobody knows
-    measured, warmup = (steps.get(key) if type(steps.get(key)) is int else None
-                        for key in ("measured", "warmup"))
-    selected = bool(steps.get("selected_regions"))
-    if measured and selected:
-        return measured, selected, f"{measured} measured steps, nothing else"
-    if measured and warmup is not None:
-        ends = " is in the count, evaluation is not" if steps.get("ends_with_steps") else \
-            " and evaluation are in the count"
-        return measured + warmup, selected, f"{measured} measured + {warmup} warm-up steps; start-up{ends}"
-    return None, selected, "the number of steps is unknown"
-
-
 # Counts of a hardware block add up over kernels, as kilobytes do; what else there is are shares and averages.
 ADDITIVE = re.compile(r"(SQC?|T[AD]|TC[ACP]|GRBM|CP[CF]|SPI|GL[012]\w*|GCEA|GCR|UTCL\d)_[A-Z0-9_]+"
                       r"(\[\d+\])?(_sum)?|(FETCH|WRITE)_?SIZE|TOTAL_\d+_OPS|(Fetch|Write)Size")
 
 
+def read_json(path):
+    """A JSON object, or {}: these files describe a result, they are not the result."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return json.loads(path.read_text(errors="replace"))
+    return {}
+
+
+def performance_of(directory):
+    """What the profiled program measured of itself, by its own summary below a session's directory; or {}."""
+    files = records.result_files(directory, "performance_summary*.json")
+    return read_json(files[0]).get("performance_summary", {}) if files else {}
+
+
+def graph_figures(directory, traces, launches, steps):
+    """{"recorded", "expected"} kernels of graphs' replays, None where there were none. A program of the lab
+    counts its graph's kernels; where HIP calls were not traced, each step ran as many at least."""
+    nodes, counts = performance_of(directory).get("graph_kernels"), timeline.replays(traces)
+    if counts:
+        return {"recorded": sum(counts), "expected": nodes and nodes * len(counts)}
+    return {"recorded": launches, "expected": nodes * steps} if nodes and steps else None
+
+
 def counter_figures(rows):
-    """{"counters": sums, "counter_averages": means by time, "memory_gb_per_s": of kilobytes, or None,
-    "counted_dispatches"} of (counter, value, nanoseconds) rows."""
-    sums, weighted, weights, counts = (defaultdict(float) for _ in range(4))
-    timed = all(time > 0 for _, _, time in rows)
+    """{"counters": sums, "counter_averages": means by time, "counted": dispatches} of (counter, value,
+    nanoseconds) rows."""
+    by_name, timed = defaultdict(list), all(time > 0 for _, _, time in rows)
     for name, value, time in rows:
-        sums[name] += value
-        weighted[name] += value * (time if timed else 1)
-        weights[name] += time if timed else 1
-        counts[name] += 1
-    plain = {records.plain(name): name for name in sums}
-    traffic = [plain[name] for name in ("fetchsize", "writesize") if name in plain]
-    return {"counters": {name: total for name, total in sums.items() if ADDITIVE.fullmatch(name)},
-            "counter_averages": {name: total / weights[name] for name, total in weighted.items()
-                                 if not ADDITIVE.fullmatch(name)},
-            "memory_gb_per_s": 1024 * sum(sums[name] for name in traffic) / weights[traffic[0]]
-            if timed and len(traffic) == 2 else None,
-            "counted_dispatches": int(max(counts.values(), default=0))}
+        by_name[name].append((value, time if timed else 1))
+    return {"counters": {name: sum(value for value, _ in pairs) for name, pairs in by_name.items()
+                         if ADDITIVE.fullmatch(name)},
+            "counter_averages": {name: sum(value * time for value, time in pairs) / sum(t for _, t in pairs)
+                                 for name, pairs in by_name.items() if not ADDITIVE.fullmatch(name)},
+            "counted": max(map(len, by_name.values()), default=0)}
 
 
 def summarize(directory):
     """Everything known about one result directory, as in rocprofv3_summary.json. Raises UserError."""
     directory = pathlib.Path(directory)
-    kernels, counters = records.read_kernels(directory), records.read_counters(directory)
-    launches, total = (sum(column) for column in zip((0, 0), *kernels.totals.values(), strict=True))
-    steps, selected, counted = steps_profiled(directory)
-    traces = timeline.read_traces(directory)
+    totals, source, files = records.read_kernels(directory)
+    counters, traces = records.read_counters(directory), timeline.read_traces(directory)
+    launches, total = (sum(column) for column in zip((0, 0), *totals.values(), strict=True))
+    session = read_json(directory / "manifest.json")
+    steps = session.get("steps")
+    graphs = graph_figures(directory, traces, launches, steps)
+    whole = steps and (not graphs or graphs["recorded"] >= (graphs["expected"] or math.inf))
 
-    def row(launches, time, calls="launches"):
-        return {calls: launches, "time_ms": time / 1e6, "percent": 100 * time / total if total else 0.0}
-
-    by_kind = dict.fromkeys(KINDS, (0, 0.0)) | records.add_up(
-        (kind_of_kernel(name), *figures) for name, figures in kernels.totals.items())
-    ordered = sorted(kernels.totals.items(), key=lambda item: (-item[1][1], item[0]))
-    by_range = sorted(timeline.time_by_range(traces).items(), key=lambda item: -item[1][1])
+    def longest(figures):
+        return {name: {"launches": calls, "time_ms": time / 1e6} for name, (calls, time) in sorted(
+            figures.items(), key=lambda item: (-item[1][1], item[0]))}
+    kinds = records.add_up((kind_of_kernel(name), *figures) for name, figures in totals.items())
     return {
-        "directory": str(directory), "source": kernels.source, "files": kernels.files,
-        "distinct_kernels": len(kernels.totals), "launches": launches, "kernel_time_ms": total / 1e6,
-        "steps": steps, "selected_regions": selected, "steps_counted": counted,
-        "launches_per_step": launches / steps if steps else None,
-        "kernel_time_ms_per_step": total / 1e6 / steps if steps else None,
-        "by_kind": [{"kind": kind, **row(*figures)} for kind, figures in by_kind.items()],
-        "top_kernels": [{"name": name, "kind": kind_of_kernel(name), **row(calls, time, "calls"),
-                         "average_us": time / calls / 1e3} for name, (calls, time) in ordered[:TOP_KERNELS]],
+        "directory": str(directory), "source": source, "files": files, "distinct_kernels": len(totals),
+        "launches": launches, "kernel_time_ms": total / 1e6,
+        "steps": steps, "steps_counted": session.get("steps_counted"),
+        "launches_per_step": launches / steps if whole else None,
+        "kernel_time_ms_per_step": total / 1e6 / steps if whole else None,
+        "graphs": graphs, "launches_without_kernels": timeline.blind(traces),
+        "by_kind": longest(kinds), "by_range": longest(timeline.time_by_range(traces)),
+        "kernels": dict(list(longest(totals).items())[:TOP_KERNELS]),
         "gpu_busy_percent": None if counters else timeline.busy_percent(traces),  # counting keeps them apart
-        "by_range": [{"range": name, **row(*figures)} for name, figures in by_range],
-        "memory_copies": records.read_memory_copies(directory), **counter_figures(counters),
-    }
+        "memory_copies": records.read_memory_copies(directory), **counter_figures(counters)}
 
 
 def short_name(kernel, width=64):
@@ -131,93 +99,70 @@ def render(summary):
              f"read from {summary['source']}: {', '.join(summary['files'])}", "",
              f"GPU kernel time  {summary['kernel_time_ms']:12.3f} ms",
              f"Kernel launches  {summary['launches']:12d}    of {summary['distinct_kernels']} kernels"]
-    if summary["steps"]:
-        lines += [f"Launches per step{summary['launches_per_step']:12.1f}    ({summary['steps_counted']})",
+    if summary["launches_per_step"] is not None:
+        lines += [f"Launches per step{summary['launches_per_step']:12.1f}    of {summary['steps_counted']}",
                   f"Time per step    {summary['kernel_time_ms_per_step']:12.3f} ms"]
-    else:
-        lines += [f"Launches per step     unknown    ({summary['steps_counted']})"]
     if summary["gpu_busy_percent"] is not None:
-        lines += ["GPU busy         {gpu_busy_percent:12.1f} %  of the time from first to last kernel".format(
-            **summary)]
-    if summary["memory_gb_per_s"] is not None:
-        lines += [f"Memory traffic   {summary['memory_gb_per_s']:12.1f} GB/s while kernels ran"]
-    if summary["memory_copies"]:
-        lines += ["DMA copies       {count:12d}    {time_ms:.3f} ms".format(**summary["memory_copies"])]
-    for name, width in (("kind", 14), ("range", 34)):
-        rows = [row for row in summary[f"by_{name}"] if row["launches"]]
-        if rows or name == "kind":
-            lines += ["", f"{name:<{width}}{'launches':>10}{'ms':>12}{'share':>8}"]
-        lines += [f"{row[name]:<{width}}" + "{launches:>10}{time_ms:>12.3f}{percent:>7.1f}%".format(**row)
-                  for row in rows]
-    lines += ["", f"Top {len(summary['top_kernels'])} kernels by total time",
-              f"{'calls':>8}{'ms':>12}{'average us':>12}{'share':>8}  kind           name"]
-    lines += ["{calls:>8}{time_ms:>12.3f}{average_us:>12.2f}{percent:>7.1f}%  {kind:<14} ".format(**row)
-              + short_name(row["name"]) for row in summary["top_kernels"]]
-    counted = summary["counted_dispatches"]
-    for key, title, form in (
-            ("counters", f"Counters, summed over {counted} kernels", "{:<32}{:>20.0f}"),
-            ("counter_averages", "Counters that do not add up: their mean over kernels, weighted by time",
-             "{:<32}{:>20.1f} mean")):
-        lines += ["", title] * bool(summary[key]) + [form.format(*x) for x in sorted(summary[key].items())]
-    if counted > summary["launches"]:
+        lines += [f"GPU busy         {summary['gpu_busy_percent']:12.1f} %  from first to last kernel"]
+    if copies := summary["memory_copies"]:
+        lines += [f"DMA copies       {copies['count']:12d}    {copies['time_ms']:.3f} ms"]
+    for title, rows in (("kind", summary["by_kind"]), ("range", summary["by_range"]),
+                        ("kernel, the longest first", summary["kernels"])):
+        lines += ["", f"{'launches':>8}{'ms':>12}{'average us':>12}{'share':>8}  {title}"] * bool(rows)
+        for name, row in rows.items():
+            calls, time = row["launches"], row["time_ms"]
+            share = time / summary["kernel_time_ms"] if time else 0
+            lines += [f"{calls:>8}{time:>12.3f}{1e3 * time / calls:>12.2f}{share:>8.1%}  {short_name(name)}"]
+    for key, title in (("counters", f"Counters, summed over {summary['counted']} kernels"),
+                       ("counter_averages", "Counters that do not add up: their mean, weighted by time")):
+        lines += ["", title] * bool(summary[key])
+        lines += [f"{name:<32}{value:>20.1f}" for name, value in sorted(summary[key].items())]
+    if summary["steps"] and summary["launches_per_step"] is None:
+        lines += ["Caution: {recorded} of {expected} kernels of graphs were recorded, so a step's number is "
+                  "unknown. ".format(**summary["graphs"]) + GRAPHS]
+    if summary["launches_without_kernels"]:
+        lines += [f"Caution: {summary['launches_without_kernels']} launches of a process, no kernel. {BLIND}"]
+    if summary["counted"] > summary["launches"]:
         lines += ["Caution: ROCm before 7.13 counts the whole run, whatever is selected or paused."]
     return "\n".join(lines) + "\n"
 
 
 def differences(current, earlier):
-    """Current against earlier, per step where both know their steps, else in total."""
-    rows = [(label, earlier[key], current[key])
-            for label, key in (("launches", "launches"), ("kernel time ms", "kernel_time_ms"))]
-    rows += [(f"{now['kind']} {unit}", before[key], now[key])
-             for before, now in zip(earlier["by_kind"], current["by_kind"], strict=True)
-             if now["launches"] or before["launches"]
-             for unit, key in (("launches", "launches"), ("ms", "time_ms"))]
-    ranges = [{row["range"]: row["time_ms"] for row in summary["by_range"]} for summary in (earlier, current)]
-    if all(ranges):
-        rows += [(f"{name} ms", ranges[0].get(name, 0.0), ranges[1].get(name, 0.0))
-                 for name in dict.fromkeys([*ranges[1], *ranges[0]])]
-    if per_step := bool(current["steps"] and earlier["steps"]):
-        rows = [(label, a / earlier["steps"], b / current["steps"]) for label, a, b in rows]
-    for label, key in (("GPU busy %", "gpu_busy_percent"), ("memory traffic GB/s", "memory_gb_per_s")):
-        if current[key] is not None and earlier[key] is not None:
-            rows.append((label, earlier[key], current[key]))
-    return {"earlier": earlier["directory"], "per_step": per_step,
-            "same_steps": earlier["selected_regions"] == current["selected_regions"],
-            "rows": [{"figure": label, "earlier": a, "current": b,
-                      "change_percent": 100 * (b / a - 1) if a else None} for label, a, b in rows]}
+    """{label: [earlier, current]}, per step where both know their steps, else in total."""
+    def figures(summary):
+        return {"launches": summary["launches"], "kernel time ms": summary["kernel_time_ms"],
+                **{f"{name} launches": row["launches"] for name, row in summary["by_kind"].items()},
+                **{f"{name} ms": row["time_ms"] for part in ("by_kind", "by_range")
+                   for name, row in summary[part].items()}}
+    before, now = figures(earlier), figures(current)
+    known = None not in (earlier["launches_per_step"], current["launches_per_step"])
+    a, b = (earlier["steps"], current["steps"]) if known else (1, 1)
+    return {label: [before.get(label, 0) / a, now.get(label, 0) / b] for label in {**now, **before}}
 
 
-def render_differences(comparison):
-    unit = "per step" if comparison["per_step"] else "in total (the number of steps is not known for both)"
-    lines = [f"Compared with {comparison['earlier']}, {unit}"]
-    if not comparison["same_steps"]:
+def render_differences(current, earlier):
+    """Two summaries side by side."""
+    known = None not in (earlier["launches_per_step"], current["launches_per_step"])
+    lines = [f"Compared with {earlier['directory']}, {'per step' if known else 'in total'}"]
+    if len({"nothing else" in (run["steps_counted"] or "") for run in (earlier, current)}) > 1:
         lines += ["Caution: one run recorded its measured steps only, the other also start-up and warm-up."]
     lines += [f"{'':<34}{'earlier':>12}{'this run':>12}{'change':>10}"]
-    for row in comparison["rows"]:
-        change = "new" if row["change_percent"] is None else f"{row['change_percent']:+.1f}%"
-        lines += [f"{row['figure']:<34}{row['earlier']:>12.3f}{row['current']:>12.3f}{change:>10}"]
+    for label, (old, new) in differences(current, earlier).items():
+        change = f"{new / old - 1:+.1%}" if old else "new"
+        lines += [f"{label:<34}{old:>12.3f}{new:>12.3f}{change:>10}"]
     return "\n".join(lines) + "\n"
 
 
-def report(summary, comparison=None):
-    return render(summary) + ("\n" + render_differences(comparison) if comparison else "")
-
-
 def main_figures(directory):
-    """The few figures that make different profilers' runs comparable; None where not measured."""
+    """Step in ms and launches by the program, kernel time of a step in ms as recorded: what makes different
+    profilers' runs comparable; None where not measured."""
     directory = pathlib.Path(directory)
-    program = section(program_summary(directory), "performance_summary")
-    session = read_json(directory / "fusion_analysis.json")  # of PyTorch's profiler
-    seconds = number(program, "median_batch_time")
-    kernels = {}
+    program, session = performance_of(directory), read_json(directory / "fusion_analysis.json")  # PyTorch's
+    kernels, step = {}, session.get("step", {}).get("untraced_ms")
     with contextlib.suppress(UserError):
         kernels = summarize(directory)
-    top = kernels["top_kernels"][0] if kernels.get("launches") else None
-    return {"median step ms": 1e3 * seconds if seconds else number(section(session, "step"), "untraced_ms"),
-            "launches per step, by the trainer": number(program or session, "launches_per_step"),
-            "launches per step, recorded": kernels["launches_per_step"] if top else None,
-            "kernel time ms per step": kernels["kernel_time_ms_per_step"] if top else None,
-            "slowest kernel": f"{short_name(top['name'], 40)} ({top['percent']:.0f}%)" if top else None}
+    return [1e3 * program["median_batch_time"] if program.get("median_batch_time") else step,
+            (program or session).get("launches_per_step"), kernels.get("kernel_time_ms_per_step") or None]
 
 
 def load(directory):
@@ -229,7 +174,7 @@ def load(directory):
     if not summary["launches"]:
         raise UserError(f"{directory}: no kernel records (looked for {', '.join(records.KERNEL_FILES)} there "
                         "and where a profiler puts them below)",
-                        NO_DATA if records.is_session(path) else USAGE)
+                        NO_DATA if (path / "manifest.json").exists() else USAGE)
     return summary
 
 
@@ -240,10 +185,11 @@ def run(argv=None):
     parser.add_argument("--compare", metavar="EARLIER", help="result directory of an earlier run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args(argv)
-    summary = load(options.directory)
-    comparison = differences(summary, load(options.compare)) if options.compare else None
-    print(json.dumps({**summary, "comparison": comparison}) + "\n" if options.json
-          else report(summary, comparison), end="")
+    summary, earlier = load(options.directory), options.compare and load(options.compare)
+    if options.json:
+        print(json.dumps({**summary, "compared": differences(summary, earlier) if earlier else None}))
+    else:
+        print(render(summary) + ("\n" + render_differences(summary, earlier) if earlier else ""), end="")
     return OK
 
 

@@ -13,23 +13,15 @@ from dataclasses import dataclass
 from fusion_lab.rocm.failures import OLD_PANDAS, TWO_ROCMS, known_failure
 from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError
 
-ALTERNATIVE = "Set PYTHON to a matching one that has torch, or sample without bindings: " \
-              "rocprof-sys-sample -- python3 PROGRAM"
-
 
 @dataclass
 class Tool:
     name: str
     path: str | None = None
+    wheels: bool = False              # of ROCm from pip, else of a ROCm tree
+    rocm: str | None = None           # "7.0"
     options: frozenset | None = None  # what its --help lists; None: not known
-    version: str = "unknown"
-    rocm: str | None = None  # "7.0"
-    trouble: str = ""  # output of a --help that failed
-
-    @property
-    def command(self):
-        """As the user would type it."""
-        return self.path if self.path and shutil.which(self.name) != self.path else self.name
+    trouble: str = ""                 # output of a --help that failed
 
     def __str__(self):
         return f"{self.name} of ROCm {self.rocm}" if self.rocm else self.name
@@ -59,42 +51,25 @@ def options_in(help_text):
                      for option in re.findall(r"--[a-z][\w-]*", head))
 
 
-def wheel_folders():
-    """Where this interpreter's ROCm from pip wheels has its tools: console scripts beside it, or inside."""
-    wheels = [str(path) for place in filter(None, sys.path)
-              for path in sorted(pathlib.Path(place).glob("_rocm_*/bin"))]
-    return [os.path.dirname(sys.executable), *wheels] if wheels else []
-
-
-def from_wheels(path):
-    """Does a tool belong to the ROCm that pip installs? Its console scripts stand in bin, beside lib."""
-    path = pathlib.Path(path)
-    return "_rocm_" in str(path.resolve()) or any(path.parent.parent.glob(
-        "lib/python3*/*-packages/_rocm_sdk_core"))
-
-
-def release_of(tool_path):
-    """'7.0' for a tool in a ROCm tree, or of pip wheels; None for any other."""
-    with contextlib.suppress(OSError, ValueError, importlib.metadata.PackageNotFoundError):
-        text = importlib.metadata.version("rocm-sdk-core") if from_wheels(tool_path) else (
-            pathlib.Path(tool_path).resolve().parents[1] / ".info" / "version").read_text()
-        return re.match(r"\d+\.\d+|", text)[0] or None
-    return None
-
-
 def find_tool(name, *help_arguments):
-    """The tool of this interpreter's wheels, on PATH or in the ROCm tree, and what it says of itself."""
+    """The tool of this interpreter's wheels (console scripts beside it, or inside), on PATH or in the ROCm
+    tree, and what it says of itself."""
+    inside = [str(path) for place in filter(None, sys.path)
+              for path in sorted(pathlib.Path(place).glob("_rocm_*/bin"))]
+    wheels = inside and shutil.which(name, path=os.pathsep.join([os.path.dirname(sys.executable), *inside]))
     tree = os.path.join(os.environ.get("ROCM_PATH", "/opt/rocm"), "bin")
-    path = shutil.which(name, path=os.pathsep.join([*wheel_folders(), os.environ.get("PATH") or tree, tree]))
-    if not path:
-        return Tool(name)
-    code, text = output_of(path, *help_arguments)
-    if code:
-        return Tool(name, path, rocm=release_of(path), trouble=text.strip() or f"exit code {code}")
-    tool = Tool(name, path, options_in(text), rocm=release_of(path))
-    if "--version" in tool.options:  # rocprofv3 has it from ROCm 7.0 on, rocprof-sys-python never
-        found = re.search(r"version:?\s*v?(\d[\w.]*)", output_of(path, "--version")[1])
-        tool.version = found[1] if found else tool.version
+    path = wheels or shutil.which(name, path=f"{os.environ.get('PATH') or tree}{os.pathsep}{tree}")
+    tool = Tool(name, path, bool(wheels))
+    if path:
+        about = pathlib.Path(path).resolve().parents[1] / ".info" / "version"
+        with contextlib.suppress(OSError, ValueError, importlib.metadata.PackageNotFoundError):
+            text = importlib.metadata.version("rocm-sdk-core") if wheels else about.read_text()
+            tool.rocm = re.match(r"\d+\.\d+|", text)[0] or None
+        code, text = output_of(path, *help_arguments)
+        if code:
+            tool.trouble = text.strip() or f"exit code {code}"
+        else:
+            tool.options = options_in(text)
     return tool
 
 
@@ -117,19 +92,16 @@ def tool_problems(tool, install_hint):
 
 def program_problems(profiled):
     """Of the program, of the torch that it runs with, and of the GPUs that this one sees."""
-    torch = profiled.torch()
+    torch = profiled.answer
     if profiled.trouble:
         yield Problem(MISSING, profiled.trouble,
                       "--program names the program, PYTHON the interpreter that has torch.")
     elif not torch["hip"]:
-        yield Problem(MISSING, f"torch {torch['version']} is not a ROCm build",
+        yield Problem(MISSING, f"torch {torch['torch']} is not a ROCm build",
                       f"Install one for {sys.executable} (https://pytorch.org, choose ROCm), or set PYTHON.")
     elif not torch["gpus"]:
-        yield Problem(NO_GPU, f"torch {torch['version']} sees no GPU",
+        yield Problem(NO_GPU, f"torch {torch['torch']} sees no GPU",
                       "Look at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and at what rocminfo says.")
-
-
-def kfd_problems():
     kfd = os.environ.get("KFD_DEVICE", "/dev/kfd")
     if not os.path.exists(kfd):
         yield Problem(NO_GPU, f"no {kfd}", "No AMD GPU, the amdgpu driver is not loaded, or a container "
@@ -139,50 +111,23 @@ def kfd_problems():
                       "$USER) and log in again; in a container, --group-add video --group-add render.")
 
 
-def bindings_problems(tool):
-    """rocprof-sys-python runs the script in-process, by bindings compiled for one Python minor version."""
-    minor = sys.version_info.minor
-    libraries = pathlib.Path(tool.path or "").resolve().parent.parent.glob(
-        "lib*/python*/site-packages/rocprofsys/libpyrocprofsys.cpython-3*.so")
-    minors = {re.search(r"cpython-3(\d*)", path.name)[1] for path in libraries}
-    if minors and str(minor) not in minors:
-        yield Problem(MISSING, f"the Python bindings of rocprof-sys are for Python 3.{min(minors)}, "
-                      f"{sys.executable} is 3.{minor}", ALTERNATIVE)
-
-
-def interpreter_problems(executable):
-    if " " in sys.executable:
-        yield Problem(FAILED, f"{executable} cannot start {sys.executable}",
-                      "Its path has a blank: set PYTHON to an interpreter without, or to a link to this one.")
-
-
 def mismatch_warnings(tool, torch):
     """GPUs that vanish, crashes and empty traces come from two ROCms in one process."""
     hip = re.match(r"\d+\.\d+", torch.get("hip") or "")
-    if not (tool.path and hip):
-        return
-    wheels = any(pathlib.Path(torch["path"] or "").parent.parent.glob("_rocm_sdk*"))
-    if tool.rocm and hip[0] != tool.rocm or wheels != from_wheels(tool.path):
-        yield (f"torch is built for ROCm {hip[0]} ({torch['path']}), {tool} is {tool.path}. {TWO_ROCMS}")
+    if tool.path and hip:
+        wheels = any(pathlib.Path(torch["torch_path"]).parent.parent.glob("_rocm_sdk*"))
+        if tool.rocm and hip[0] != tool.rocm or wheels != tool.wheels:
+            yield (f"torch is built for ROCm {hip[0]} ({torch['torch_path']}), {tool} is {tool.path}. "
+                   f"{TWO_ROCMS}")
 
 
 def pandas_warnings(tool):
     """Of the Python that rocprof-compute names in its first line."""
     with contextlib.suppress(OSError, ValueError, TypeError):  # no tool, or no script
         python = re.match(r"#!\s*(.*python[\d.]*)\n", pathlib.Path(tool.path).read_text(errors="replace"))
-        code, version = output_of(*shlex.split(python[1]), "-c", "import pandas; print(pandas.__version__)") \
-            if python else (1, "")
+        code, version = output_of(*shlex.split(python[1]), "-c", "import pandas; print(pandas.__version__)")
         if code == 0 and re.match(r"[3-9]\.", version):
             yield f"{python[1]} has pandas {version.strip()}. {OLD_PANDAS}"
-
-
-def environment_warnings(handled):
-    """handled: variables that the commands set anew."""
-    stale = sorted(name for name in set(os.environ) - set(handled)
-                   if name.startswith(("ROCPROF", "ROCP_", "HSA_TOOLS", "LD_PRELOAD")))
-    if stale:
-        yield (f"set in the environment, able to change the profile: {', '.join(stale)}. To run without: "
-               f"env -u {' -u '.join(stale)}")
 
 
 def worst_code(problems):

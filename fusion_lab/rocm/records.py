@@ -10,7 +10,6 @@ import math
 import re
 import sqlite3
 from collections import defaultdict
-from typing import NamedTuple
 
 from fusion_lab.training.files import UserError
 
@@ -22,26 +21,10 @@ TIMES = ("starttimestamp", "endtimestamp")
 COUNTER = re.compile("(sqc?|t[ad]|tc[acp]|grbm|cp[cf]|spi|gl[012]|gcea|gcr|utcl)[a-z]")  # as plain() has it
 
 
-class Unreadable(UserError):
-    """A file that is there but is not what its name says."""
-
-
-class Kernels(NamedTuple):
-    """What ran: {kernel name: (calls, nanoseconds)}, in whose words, from which files."""
-    totals: dict
-    source: str | None
-    files: list
-
-
 def pass_of(path):
-    """What run of the program a file comes from, where the profiler ran it again and again, or None."""
+    """What run of the program a file comes from, where the profiler ran it again and again, or ""."""
     folder = re.search(PASS, path.absolute().as_posix())
-    return folder and (folder[1] or folder[2])
-
-
-def is_session(directory):
-    """Whether one of the wrappers wrote into it."""
-    return (directory / "manifest.json").exists()
+    return folder[1] or folder[2] if folder else ""
 
 
 def result_files(directory, pattern, every_pass=False):
@@ -49,12 +32,12 @@ def result_files(directory, pattern, every_pass=False):
     or anywhere in `workloads`. None that was set aside, is another session's or the profiler's own input."""
     def foreign(parts):
         return (OWN_INPUT in parts or any(".old-" in part for part in parts)
-                or len(parts) > 1 and is_session(directory / parts[0]))
+                or len(parts) > 1 and (directory / parts[0] / "manifest.json").exists())
     places = ["**/"] if WORKLOADS in directory.absolute().parts else ["", "*/", "pass_*/*/", "workloads/**/"]
     files = sorted({path for place in places for path in directory.glob(place + pattern) if path.is_file()
                     and not foreign(path.relative_to(directory).parts)})
-    passes = sorted({pass_of(path) or "" for path in files} - {""})
-    return files if every_pass else [path for path in files if pass_of(path) in (None, *passes[:1])]
+    first = min((pass_of(path) for path in files if pass_of(path)), default="")
+    return [path for path in files if every_pass or pass_of(path) in ("", first)]
 
 
 def plain(cell):
@@ -62,17 +45,20 @@ def plain(cell):
     return re.sub(r"[^a-z]", "", cell.lower())
 
 
-def csv_rows(path):
+def table(path):
+    """The header of a CSV file, as plain() has it, then its rows."""
     opener = gzip.open if path.suffix == ".gz" else open  # the newest rocprof-compute compresses
     try:
         with opener(path, "rt", newline="", encoding="utf-8-sig", errors="replace") as file:
-            yield from filter(None, csv.reader(file))
+            rows = csv.reader(file)
+            yield list(map(plain, next(rows, [])))
+            yield from filter(None, rows)
     except (OSError, EOFError, csv.Error) as error:
-        raise Unreadable(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def read_header(path):
-    return [plain(cell) for cell in next(csv_rows(path), [])]
+def header_of(path):
+    return next(table(path))
 
 
 def number(cell):
@@ -85,66 +71,59 @@ def number(cell):
 
 def read_rows(path, *names, numbers=()):
     """The columns `names`, as text, and `numbers` of every row, without a damaged last one, which an
-    interrupted run leaves. Raises Unreadable."""
-    header, damaged = read_header(path), None
-    missing = [name for name in (*names, *numbers) if name not in header]
-    if missing:
-        raise Unreadable(f"{path}: no column {', '.join(missing)} in its header: {', '.join(header)[:500]}")
+    interrupted run leaves. Raises UserError."""
+    rows, damaged = table(path), None
+    header = next(rows)
+    if missing := [name for name in (*names, *numbers) if name not in header]:
+        raise UserError(f"{path}: no column {', '.join(missing)} in its header: {', '.join(header)[:500]}")
     texts, values = ([header.index(name) for name in part] for part in (names, numbers))
-    for place, row in enumerate(csv_rows(path), 1):
+    for place, row in enumerate(rows, 2):
         if damaged:
-            raise Unreadable(f"{path}: row {damaged} is damaged")
-        if place > 1:
-            try:
-                yield [*(row[column] for column in texts), *(number(row[column]) for column in values)]
-            except (IndexError, ValueError):
-                damaged = place
+            raise UserError(f"{path}: row {damaged} is damaged")
+        try:
+            yield [*(row[column] for column in texts), *(number(row[column]) for column in values)]
+        except (IndexError, ValueError):
+            damaged = place
 
 
 def add_up(entries):
+    """(name, calls, nanoseconds) -> {name: (calls, nanoseconds)}"""
     totals = defaultdict(lambda: (0, 0.0))
     for name, calls, nanoseconds in entries:
         count, time = totals[name]
-        totals[name] = (count + calls, time + nanoseconds)
+        totals[name] = (count + int(calls), time + nanoseconds)
     return dict(totals)
 
 
-def merge(readings):
-    return add_up((name, *figures) for reading in readings for name, figures in reading.items())
-
-
 def read_stats(path):
-    return add_up((name, int(calls), time) for name, calls, time in read_rows(
-        path, "name", numbers=("calls", "totaldurationns")) if calls >= 1)
+    rows = read_rows(path, "name", numbers=("calls", "totaldurationns"))
+    return (row for row in rows if row[1] >= 1)
 
 
 def read_trace(path, name="kernelname"):
-    return add_up((kernel, 1, end - start) for kernel, start, end in read_rows(path, name, numbers=TIMES))
+    return ((kernel, 1, end - start) for kernel, start, end in read_rows(path, name, numbers=TIMES))
 
 
 def read_long_form(path):
     """rocprof-compute from 3.5 on: a row for each dispatch and counter, so a launch stands there often."""
     launches = {tuple(row) for row in read_rows(path, "dispatchid", "kernelname", numbers=TIMES)}
-    return add_up((kernel, 1, end - start) for _, kernel, start, end in launches)
+    return ((kernel, 1, end - start) for _, kernel, start, end in launches)
 
 
 def query_rocpd(path, query):
-    """Rows of a rocpd database. Plain SQLite: ROCm's own reader is tied to one Python version."""
+    """(name, number, number) rows. Plain SQLite: ROCm's own reader is tied to one Python version."""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             database.text_factory = lambda text: text.decode(errors="replace")
-            return database.execute(query).fetchall()
-    except sqlite3.Error as error:
-        raise Unreadable(f"{path}: not a rocpd database: {error}") from None
+            return [(str(name), number(a), number(b)) for name, a, b in database.execute(query)]
+    except (sqlite3.Error, TypeError, ValueError) as error:
+        raise UserError(f"{path}: not a rocpd database: {error}") from None
 
 
 def read_rocpd(path):
-    rows = query_rocpd(path, 'SELECT s.display_name, k."end", k.start FROM rocpd_kernel_dispatch k JOIN '
-                       "rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid")
-    try:
-        return add_up((str(name), 1, number(end) - number(start)) for name, end, start in rows)
-    except (TypeError, ValueError):
-        raise Unreadable(f"{path}: not a rocpd database: it has a time that is no number") from None
+    return ((name, 1, end - start) for name, end, start in query_rocpd(
+        path, 'SELECT s.display_name, k."end", k.start FROM rocpd_kernel_dispatch k JOIN '
+        "rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid"))
 
 
 SOURCES = (("kernel statistics CSV", "*kernel_stats.csv", read_stats),
@@ -155,45 +134,42 @@ KERNEL_FILES = [pattern for _, pattern, _ in SOURCES]
 
 
 def read_kernels(directory):
-    """Kernels, from the first source that has any."""
+    """({kernel name: (calls, nanoseconds)}, their source in words, its files), of the first that has any."""
     for source, pattern, reader in SOURCES:
         # of rocprof-compute's workloads the one with counters first
         files = sorted(result_files(directory, pattern), key=lambda path: "_roof" in str(path))
         if source == OF_COMPUTE:  # each file is one more run, or lists dispatches without times
-            files = [path for path in files if set(TIMES) <= set(read_header(path))][:1]
+            files = [path for path in files if set(TIMES) <= set(header_of(path))][:1]
         elif any(WORKLOADS in path.relative_to(directory).parts for path in files):
             files = [path for path in files if path.parents[1] == files[0].parents[1]]  # processes of one run
-        if totals := merge(map(reader, files)):
-            return Kernels(totals, source, [str(path.relative_to(directory)) for path in files])
-    return Kernels({}, None, [])
+        if totals := add_up(row for path in files for row in reader(path)):
+            return totals, source, [str(path.relative_to(directory)) for path in files]
+    return {}, None, []
 
 
 def read_memory_copies(directory):
     """Copies by the DMA engines; copies done by a kernel are in the kernel table. None if not traced."""
-    copies = merge(map(read_stats, result_files(directory, "*memory_copy_stats.csv"))) or merge(
-        read_trace(path, "direction") for path in result_files(directory, "*memory_copy_trace.csv"))
-    return {"count": sum(calls for calls, _ in copies.values()),
-            "time_ms": sum(time for _, time in copies.values()) / 1e6} if copies else None
+    rows = [row for path in result_files(directory, "*memory_copy_trace.csv")
+            for row in read_trace(path, "direction")]
+    return {"count": len(rows), "time_ms": sum(time for *_, time in rows) / 1e6} if rows else None
 
 
 def read_counters(directory):
     """[(counter, value, nanoseconds of the dispatch)] of rocprofv3, each of the first pass that has it."""
     passes, rows = {}, []
     for path in result_files(directory, "*counter_collection.csv", every_pass=True):
-        times = TIMES if set(TIMES) <= set(read_header(path)) else ()
-        for name, value, start, end in ((*row, 0, 0)[:4] for row in read_rows(
-                path, "countername", numbers=("countervalue", *times))):
+        times = TIMES if TIMES[0] in header_of(path) else ()
+        for name, value, *span in read_rows(path, "countername", numbers=("countervalue", *times)):
             if passes.setdefault(name, pass_of(path)) == pass_of(path):
-                rows.append((name, value, end - start))
+                rows.append((name, value, span[1] - span[0] if span else 0))
     return rows
 
 
 def has_counters(workload):
     """Whether rocprof-compute left one counter or more: in CSV, or in databases, as 3.9 (ROCm 10.1) does."""
     for path in result_files(workload, "*.csv*"):
-        header = read_header(path)
-        if "countername" in header or any(map(COUNTER.match, header)):
-            if next(read_rows(path), None) is not None:
-                return True
-    return any(query_rocpd(path, "SELECT 1 FROM rocpd_pmc_event LIMIT 1")
+        header, *rows = table(path)
+        if rows and ("countername" in header or any(map(COUNTER.match, header))):
+            return True
+    return any(query_rocpd(path, "SELECT '', 0, 0 FROM rocpd_pmc_event LIMIT 1")
                for path in result_files(workload, "*.db", every_pass=True))

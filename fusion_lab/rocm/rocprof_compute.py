@@ -5,10 +5,11 @@ import re
 import shlex
 import sys
 
+from fusion_lab.measuring.roctx import INHERITED
 from fusion_lab.rocm import preflight, records
 from fusion_lab.rocm.failures import known_failure
 from fusion_lab.rocm.session import Command, say
-from fusion_lab.rocm.wrapper import INHERITED, Wrapper
+from fusion_lab.rocm.wrapper import Wrapper
 from fusion_lab.training.files import FAILED, NO_DATA, OK, PROGRAM_FAILED, UserError
 from fusion_lab.training.flags import whole_number
 
@@ -24,15 +25,10 @@ class RocprofCompute(Wrapper):
     help_arguments = ("profile", "--help")
     install_hint = ("Install the package rocprofiler-compute (ROCm 6.3 or newer), beside ROCm from pip the "
                     "wheel rocm-profiler (7.13 or newer), or set ROCM_PATH.")
-    examples = """examples:
-  ./run_rocprof_compute.sh                 counters, then roofline: a dozen runs
-  ./run_rocprof_compute.sh --roof-only     roofline alone; --no-roof: counters
-  ./run_rocprof_compute.sh --list-stats    the last run's kernels and dispatches
-  ./run_rocprof_compute.sh --dispatch 12   one dispatch -> dispatch_12.txt
-"""
 
     @classmethod
     def add_options(cls, parser):
+        super().add_options(parser)
         parser.add_argument("--mode", choices=("profile", "roof", "analyze"), help="count, or report "
                             "(default: profile; analyze with --list-stats or --dispatch)")
         parser.add_argument("--roof-only", action="store_true", help="the same as --mode roof")
@@ -41,48 +37,40 @@ class RocprofCompute(Wrapper):
         parser.add_argument("--dispatch", metavar="ID", type=whole_number(0), action="append", default=[],
                             help="report on one dispatch; take the ID from --list-stats; may be repeated")
         parser.add_argument("--output-name", metavar="NAME", help="of the workloads, NAME_counters and "
-                            "NAME_roof (default: the program's name)")
+                            "NAME_roof (default: workload)")
         parser.add_argument("--device", metavar="N", type=whole_number(0),
                             help="GPU index for roofline and trainer (default: 0 and the trainer's own)")
 
     def __init__(self, options, own_flags):
         roof = options.roof_only or options.mode == "roof"
-        reading = bool(options.list_stats or options.dispatch)
-        self.analyze = options.mode == "analyze" or reading and not (options.mode or roof or options.no_roof)
+        reading, partly = options.list_stats or options.dispatch, roof or options.no_roof
+        self.continues = bool(options.mode == "analyze" or reading and not (options.mode or partly))
         name = options.output_name
         if name is not None and not re.fullmatch(r"[A-Za-z0-9_]{1,26}", name):  # what 3.0 takes
             raise UserError(f"--output-name: {name!r}; allowed are letters, digits and _, at most 26 of them")
         if roof and options.no_roof:
             raise UserError("--no-roof: contradicts --roof-only and --mode roof")
-        if self.analyze and (roof or options.no_roof) or reading and not self.analyze:
+        if self.continues and partly or reading and not self.continues:
             raise UserError("--list-stats, --dispatch: are for --mode analyze, --roof-only and --no-roof "
                             "for --mode profile. Profile first, then run again to analyze.")
-        if self.analyze and own_flags:
+        if self.continues and own_flags:
             raise UserError(f"{shlex.join(own_flags)}: --mode analyze runs no trainer")
         self.parts = ["roof"] if roof else ["counters"] if options.no_roof else ["counters", "roof"]
-        if self.analyze:
-            self.help_arguments = ("analyze", "--help")
+        self.help_arguments = ("analyze" if self.continues else "profile", "--help")
         device = [] if options.device is None else ["--device", str(options.device)]
         super().__init__(options, [*device, *own_flags])
-        self.name, self.runs_program = name or self.profiled.short_name(), not self.analyze
-        if ".." in self.directory:
-            raise UserError(f"-o {self.directory}: rocprof-compute refuses a path that contains '..'")
-        if self.analyze:
+        self.name = name or "workload"
+        if ".." in self.directory or " " in sys.executable and not self.continues:
+            raise UserError(f"-o {self.directory}, PYTHON={sys.executable}: rocprof-compute takes no "
+                            "directory with '..', and no interpreter with a blank in its path")
+        if self.continues:
             self.records = os.path.join(self.directory, "analysis")  # the profile keeps its own
-
-    def fresh_directory(self):
-        return not self.analyze
-
-    def replaced(self):
-        """What is there is set aside: old releases mix old files with new ones, from 10.0 they refuse."""
-        return {self.records} if self.analyze else {
-            os.path.join(self.directory, "workloads", f"{self.name}_{part}") for part in self.parts}
 
     def files(self):
         """rocprof-compute joins the program's words by spaces and splits them again: give it simple ones."""
         words = [sys.executable, self.profiled.path, *self.program_flags]
         script = f"import os\n\nwords = {words!r}\nos.chdir({os.getcwd()!r})\nos.execv(words[0], words)\n"
-        return {} if self.analyze else {"workload.py": script}
+        return {} if self.continues else {"workload.py": script}
 
     def workload_directory(self, part):
         """The last folder is the GPU model, or what else a release appends; sysinfo.csv marks it."""
@@ -91,46 +79,38 @@ class RocprofCompute(Wrapper):
         return marks[0].parent if marks else None
 
     def commands(self):
-        return self.analyze_commands() if self.analyze else self.profile_commands()
-
-    def profile_commands(self):
         """The program's first word is a path, for 3.0, and no shell, which loses variables of 3.5 and 3.6."""
+        if self.continues:
+            return self.analyze_commands()
         device = str(self.options.device or 0)
-        flags = {"counters": ["--no-roof"], "roof": ["--roof-only", "--device", device]}
-        if not self.has("--roof-only"):  # releases after 10.1
-            flags["roof"] = ["--roofline", "--roofline-device", device]
-        return [Command([self.tool.command, "profile", *self.with_tool_options(
+        roof = ["--roof-only", "--device", device] if self.has("--roof-only") else \
+            ["--roofline", "--roofline-device", device]  # after 10.1
+        flags = {"counters": ["--no-roof"], "roof": roof}
+        return [Command([self.tool.path or self.executable, "profile", *self.with_tool_options(
                              ["--name", f"{self.name}_{part}", *flags[part]]),
                          "--", sys.executable, "workload.py"], unset_env=(INHERITED,), cwd=self.directory)
                 for part in self.parts]
 
     def analyze_commands(self):
-        workloads = {part: path for part in self.parts if (path := self.workload_directory(part))}
-        if not workloads and self.options.dry_run:
+        places = {part: path for part in self.parts if (path := self.workload_directory(part))}
+        if not places and self.options.dry_run:
             self.notes.append("GPU_MODEL stands for the folder that profiling creates")
-            workloads = {"counters": f"{self.directory}/workloads/{self.name}_counters/GPU_MODEL"}
-        if not workloads:
+            places = {"counters": f"{self.directory}/workloads/{self.name}_counters/GPU_MODEL"}
+        if not places:
             raise UserError(f"{self.directory}: no workload {self.name}_* there. Run "
                             f"./{self.script} first, or name its directory with -o.")
-        first = next(iter(workloads))
+        first = next(iter(places))
         jobs = [(first, "list_stats.txt", ["--list-stats"])] * self.options.list_stats
         jobs += [(first, f"dispatch_{number}.txt", ["--dispatch", str(number)])
                  for number in self.options.dispatch]
-        jobs = jobs or [(part, f"analysis_{part}.txt", []) for part in workloads]
+        jobs = jobs or [(part, f"analysis_{part}.txt", []) for part in places]
         self.reports = ", ".join(name for _, name, _ in jobs)
-        return [Command([self.tool.command, "analyze", *self.with_tool_options(
-            ["--path", str(workloads[part]), *arguments])], cwd=self.directory, log=name,
+        return [Command([self.tool.path or self.executable, "analyze", *self.with_tool_options(
+            ["--path", str(places[part]), *arguments])], cwd=self.directory, log=name,
             echo=name == "list_stats.txt") for part, name, arguments in jobs]
 
-    def problems(self):
-        if self.analyze:
-            yield from preflight.tool_problems(self.tool, self.install_hint)
-        else:
-            yield from super().problems()
-            yield from preflight.interpreter_problems(self.executable)
-
-    def warnings(self, commands):
-        yield from super().warnings(commands)
+    def warnings(self):
+        yield from super().warnings()
         yield from preflight.pandas_warnings(self.tool)
 
     def explain(self, code, reason, log_text):
@@ -141,11 +121,10 @@ class RocprofCompute(Wrapper):
         return FAILED, f"rocprof-compute itself failed: {said}"
 
     def judge(self, log_text):
-        if self.analyze:
+        if self.continues:
             return (OK, f"wrote {self.reports}") if log_text.strip() else (NO_DATA, "the report is empty")
         places = {part: self.workload_directory(part) for part in self.parts}
         missing = [part for part, place in places.items() if not (place and has_results(part, place))]
-        say(*(f"{part}: {place}" for part, place in places.items() if part not in missing))
         skipped = missing == ["roof"] and self.parts[1:] and re.search("(?i)skip.*roofline", log_text)
         if missing and not skipped:
             known = known_failure(log_text)

@@ -4,13 +4,11 @@ import os
 import pathlib
 import re
 
-from fusion_lab.rocm import kernel_summary, preflight
+from fusion_lab.measuring.roctx import INHERITED
+from fusion_lab.rocm import preflight
 from fusion_lab.rocm.session import Command, say
-from fusion_lab.rocm.wrapper import INHERITED, Wrapper
+from fusion_lab.rocm.wrapper import Wrapper
 from fusion_lab.training.files import NO_DATA, OK, PROGRAM_FAILED
-
-OPENED = {".proto": "timeline, open at https://ui.perfetto.dev", ".txt": "call stack, read in any editor",
-          ".db": "rocpd, read with profile_summary.py", ".json": "the same for programs"}
 
 
 class RocprofSys(Wrapper):
@@ -22,13 +20,10 @@ class RocprofSys(Wrapper):
                     "wheel rocm-profiler (7.13 or newer), or set ROCM_PATH. Where only its Python part is "
                     "missing: rocprof-sys-sample -- python3 PROGRAM")
     components = "wall_clock trip_count cpu_clock peak_rss page_rss"
-    examples = """examples:
-  ./run_rocprof_sys.sh --modules . -o all      every Python call: slow and large
-  ./run_rocprof_sys.sh --rocpd --num-steps 5   child threads too, from ROCm 7.2
-"""
 
     @classmethod
     def add_options(cls, parser):
+        super().add_options(parser)
         parser.add_argument("--modules", metavar="REGEX", action="append", help="record Python calls of files"
                             " with such a path; repeatable (default: program, torch/nn/modules, torch/optim)")
         parser.add_argument("--rocpd", action="store_true",
@@ -47,8 +42,8 @@ class RocprofSys(Wrapper):
             "PYTHON_EXECUTABLE": preflight.versioned_python(), **self.loader_path()}
         # The script itself follows `--`, never `python`: the launcher compiles that word as Python source.
         arguments = ["--module-restrict", *modules, "--function-exclude", "_call_impl"]
-        return [Command([self.tool.command, *self.with_tool_options(arguments), "--", self.profiled.path,
-                         *self.program_flags], environment,
+        return [Command([self.tool.path or self.executable, *self.with_tool_options(arguments), "--",
+                         self.profiled.path, *self.program_flags], environment,
                         ("ROCPROFSYS_OUTPUT_PREFIX", "ROCPROFSYS_CONFIG_FILE", INHERITED))]
 
     def loader_path(self):
@@ -57,15 +52,9 @@ class RocprofSys(Wrapper):
         places = path and [os.path.join(os.path.dirname(path), "lib"), os.environ.get("LD_LIBRARY_PATH")]
         return {"LD_LIBRARY_PATH": ":".join(filter(None, places))} if path else {}
 
-    def problems(self):
-        yield from super().problems()
-        yield from preflight.bindings_problems(self.tool)
-        yield from preflight.interpreter_problems(self.executable)
-
     def explain(self, code, reason, log_text):
-        if self.options.rocpd and code == PROGRAM_FAILED and "SIGSEGV" in reason:
-            return code, f"{reason} ROCm 7.1 crashes on --rocpd."
-        return super().explain(code, reason, log_text)
+        crash = " ROCm 7.1 crashes on --rocpd." * (self.options.rocpd and "SIGSEGV" in reason)
+        return super().explain(code, reason + crash, log_text)
 
     def judge(self, log_text):
         """The launcher returns 0 when the script fails, so look at what the script left behind."""
@@ -76,32 +65,20 @@ class RocprofSys(Wrapper):
             return PROGRAM_FAILED, said[1][:200]
         if raised or re.search(r"^Traceback \(most recent call last\)", log_text, re.MULTILINE):
             return PROGRAM_FAILED, "it raised an exception" + (f": {raised[1]}" if raised else "")
-        if not self.left_result() and not re.search(r"^\{.*\}\s*$", log_text, re.MULTILINE):
-            return PROGRAM_FAILED, "it left no result, and rocprof-sys-python hides its exit code"
-        return self.list_results()
-
-    def left_result(self):
-        """Is there a summary of the program that this run wrote?"""
-        place = self.profiled.answer.get("profiler_config", {}).get("profile_dir") or self.directory
-        summaries = pathlib.Path(place).glob(self.profiled.answer.get("summary", kernel_summary.SUMMARIES))
-        return any(path.stat().st_mtime >= self.started - 1 for path in summaries)
-
-    def list_results(self):
         place = pathlib.Path(self.directory)
+        if not any(place.glob("program/performance_summary*")) and not re.search(
+                r"^\{.*\}\s*$", log_text, re.MULTILINE):
+            return PROGRAM_FAILED, "it left no result, and rocprof-sys-python hides its exit code"
         patterns = ("*.proto", "*.db", *(f"*{name}*" for name in self.components.split()))
-        results = sorted({path for pattern in patterns
-                          for path in place.rglob(pattern) if path.stat().st_size})
-        if not results:
+        found = sorted({path for pattern in patterns for path in place.rglob(pattern) if path.stat().st_size})
+        if not found:
             return NO_DATA, "rocprof-sys-python wrote no trace, no profile and no database"
-        say("", f"In {self.directory}:")
-        for path in results:
-            size = path.stat().st_size
-            large = "; large: use fewer steps or --modules" if size > 500e6 else ""
-            say(f"  {path.relative_to(place)}  {size / 1e6:.1f} MB  {OPENED.get(path.suffix, '')}{large}")
-        lacks = ["no GPU kernel in the trace"] * (not sees_gpu(results))
-        if self.options.rocpd and not any(path.suffix == ".db" for path in results):
+        say("", f"In {place}; open *.proto at https://ui.perfetto.dev, *.txt in any editor:",
+            *(f"  {path.relative_to(place)}  {path.stat().st_size / 1e6:.1f} MB" for path in found))
+        lacks = ["no GPU kernel in the trace"] * (not sees_gpu(found))
+        if self.options.rocpd and not any(path.suffix == ".db" for path in found):
             lacks.append("no rocpd database, which comes with ROCm 7.2")
-        return OK, ", but ".join([f"{len(results)} result files", *lacks])
+        return OK, ", but ".join([f"{len(found)} result files", *lacks])
 
 
 def sees_gpu(results):

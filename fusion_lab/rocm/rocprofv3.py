@@ -1,14 +1,14 @@
 """run_rocprofv3.sh: which kernels ran on the GPU, how often, how long."""
 import os
-import pathlib
 import re
 import sys
 
-from fusion_lab.rocm import kernel_summary, records
+from fusion_lab.measuring.roctx import BLIND, INHERITED
+from fusion_lab.rocm import kernel_summary
 from fusion_lab.rocm.failures import STABLE_CLOCKS
 from fusion_lab.rocm.session import Command, say
-from fusion_lab.rocm.wrapper import INHERITED, Wrapper
-from fusion_lab.training.files import NO_DATA, OK, UserError, write_json, write_text
+from fusion_lab.rocm.wrapper import Wrapper
+from fusion_lab.training.files import NO_DATA, OK, write_json, write_text
 
 MARKERS = "--marker-trace"
 WITH_MARKERS = {MARKERS, "--runtime-trace", "--sys-trace"}  # with them, recording ends at the last pause
@@ -25,15 +25,10 @@ class Rocprofv3(Wrapper):
                 "--sys-trace": "as --runtime-trace, and HSA and compiler API; very large",
                 "--marker-trace": "the trainer's named ranges",
                 "--truncate-kernels": "short kernel names; the roll-up by kind becomes coarser"}
-    examples = """examples:
-  ./run_rocprofv3.sh --selected-regions -o fused   only warm steps (ROCm 7.0 on)
-  ./run_rocprofv3.sh --selected-regions -o base --disable-all-fusion
-  python profile_summary.py fused --compare base   both runs side by side
-  ./run_rocprofv3.sh --pmc "SQ_WAVES GRBM_COUNT" --batch-size 8 --num-steps 5
-"""
 
     @classmethod
     def add_options(cls, parser):
+        super().add_options(parser)
         for switch, meaning in cls.switches.items():
             parser.add_argument(switch, action="store_true", help=meaning)
         parser.add_argument("--memory-trace", action="store_true", help="memory copies and allocations")
@@ -42,33 +37,25 @@ class Rocprofv3(Wrapper):
                             " of one run, by space or comma; repeatable (ROCm 7.12 or newer)")
         parser.add_argument("--selected-regions", action="store_true",
                             help="the measured steps only, no start-up and warm-up (ROCm 7.0 or newer)")
-        parser.add_argument("--compare", metavar="DIR", help="compare with an earlier result directory")
 
     def __init__(self, options, own_flags):
         super().__init__(options, own_flags)
         self.selected = options.selected_regions and self.has("--selected-regions")
-        self.earlier = None
-        try:
-            if options.compare and not options.dry_run:
-                self.earlier = kernel_summary.load(options.compare)
-        except (UserError, OSError) as error:
-            raise UserError(f"--compare: {error}") from None
 
     def counters(self):
         """The counters of each run of the program: [["A", "B"], ["C"]]"""
         return [re.split(r"[\s,]+", names.strip(" ,")) for names in self.options.pmc]
 
-    def chosen_switches(self):
-        chosen = [switch for switch in self.switches if getattr(self.options, switch[2:].replace("-", "_"))]
-        if self.selected and MARKERS not in chosen:  # without, 7.0 to 7.2 do not hear start and stop
-            chosen.append(MARKERS)
-        if self.replays_graphs() and WITH_CALLS.isdisjoint(chosen):  # to count the kernels of each replay
-            chosen.append("--hip-trace")
-        return chosen
-
     def commands(self):
         options = self.options
-        arguments = ["--kernel-trace", "--stats", *map(self.require, self.chosen_switches())]
+        switches = [switch for switch in self.switches if vars(options)[switch[2:].replace("-", "_")]]
+        if not WITH_MARKERS.isdisjoint(switches):
+            self.counted = "start-up in the count, evaluation not"
+        if self.selected and MARKERS not in switches:  # without, 7.0 to 7.2 do not hear start and stop
+            switches.append(MARKERS)
+        if self.replays_graphs() and WITH_CALLS.isdisjoint(switches):  # to count the kernels of each replay
+            switches.append("--hip-trace")
+        arguments = ["--kernel-trace", "--stats", *map(self.require, switches)]
         if options.memory_trace:
             arguments += ["--memory-copy-trace"]
             arguments += ["--memory-allocation-trace"] * self.has("--memory-allocation-trace")
@@ -80,45 +67,35 @@ class Rocprofv3(Wrapper):
             self.notes.append(f"{self.tool} has no --selected-regions: the whole run is recorded, start-up "
                               "and warm-up included")
         arguments += ["--output-format", "csv", *["pftrace"] * options.pftrace, "--output-directory",
-                      self.directory, "--output-file", f"{self.profiled.short_name()}_%pid%"]
-        return [Command([self.tool.command, *self.with_tool_options(arguments), "--", sys.executable,
-                         self.profiled.path, *self.program_flags],
+                      self.directory, "--output-file", "process_%pid%"]
+        return [Command([self.tool.path or self.executable, *self.with_tool_options(arguments), "--",
+                         sys.executable, self.profiled.path, *self.program_flags],
                         unset_env=("ROCPROF_OUTPUT_FORMAT", "ROCPROF_OUTPUT_PATH", "ROCPROF_OUTPUT_FILE_NAME",
                                    INHERITED))]
-
-    def steps(self):
-        counted = super().steps()
-        return counted and {**counted, "selected_regions": self.selected,
-                            "ends_with_steps": not WITH_MARKERS.isdisjoint(self.chosen_switches())}
-
-    def replaced(self):
-        for pattern in records.KERNEL_FILES:
-            for path in records.result_files(pathlib.Path(self.directory), pattern):
-                raise UserError(f"-o {self.directory}: holds kernel records ({path.name}) that would be "
-                                "added to the new ones. Name a fresh directory.")
-        return set()
 
     def judge(self, log_text):
         """Summarise whatever was recorded; a run without a kernel is a failure of its own."""
         summary = kernel_summary.summarize(self.directory)
         if not summary["launches"]:
-            return NO_DATA, f"rocprofv3 recorded no GPU kernel: {self.why_no_kernel(log_text)}"
-        differences = kernel_summary.differences(summary, self.earlier) if self.earlier else None
-        text = kernel_summary.report(summary, differences)
+            launches = summary["launches_without_kernels"]
+            why = f"{launches} launches without. {BLIND}" if launches else self.why_no_kernel(log_text)
+            return NO_DATA, f"rocprofv3 recorded no GPU kernel: {why}"
+        text = kernel_summary.render(summary)
         place = os.path.join(self.directory, "rocprofv3_summary")
         write_text(place + ".txt", text)
-        write_json(place + ".json", {**summary, "comparison": differences})
+        write_json(place + ".json", summary)
         say("", text)
         if missing := self.why_no_counters({**summary["counters"], **summary["counter_averages"]}):
             return NO_DATA, missing
         return OK, f"{summary['launches']} kernel launches, {summary['kernel_time_ms']:.3f} ms of kernels"
 
     def why_no_kernel(self, log_text):
-        if not self.selected:
-            return "the program used no GPU, or only one that is hidden from the profiler"
-        if unheard := re.search(r"no profiler start and stop \((.*)\)", log_text):
+        unheard = re.search(r"no profiler start and stop \((.*)\)", log_text)
+        if self.selected and unheard:
             return f"the program could not say where its measured steps begin, {unheard[1]}"
-        return "no region was marked by roctxProfilerResume; try without --selected-regions"
+        if self.selected:
+            return "no region was marked by roctxProfilerResume; try without --selected-regions"
+        return "the program used no GPU, or only one that is hidden from the profiler"
 
     def why_no_counters(self, values):
         """What {counter: value} lacks of what was asked for, or None; rocprofv3 itself only warns."""

@@ -1,11 +1,14 @@
-"""What the traces of one run say about time: how busy the GPU was, and which named range launched what."""
+"""What the traces of one run say: how busy the GPU was, which range launched what, what graphs ran."""
+import pathlib
+import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from fusion_lab.rocm.records import TIMES, read_header, read_rows, result_files
+from fusion_lab.rocm.records import TIMES, add_up, read_rows, result_files
 
 OUTSIDE = "outside all ranges"
 REPLAYED = "in a HIP graph"  # its replays run no Python, so no range is open
+REPLAY = "hipGraphLaunch"
 
 
 class Trace(NamedTuple):
@@ -15,23 +18,34 @@ class Trace(NamedTuple):
     ranges: list   # (name, thread, start, end)
 
 
-def read_csv(path):
-    """Of a *kernel_trace.csv and its neighbours."""
-    header = read_header(path)
-    gpu, call = ([name] * (name in header) for name in ("agentid", "correlationid"))
-    kernels = [(about[0] if gpu else "", about[-1] if call else 0, start, end)
-               for *about, start, end in read_rows(path, *gpu, numbers=(*call, *TIMES))]
-    markers, hip = (path.with_name(path.name.replace("kernel_trace", name))
-                    for name in ("marker_api_trace", "hip_api_trace"))
-    about = ("correlationid", TIMES[0])
-    calls = read_rows(hip, "function", "threadid", numbers=about) if hip.exists() else ()
-    ranges = read_rows(markers, "function", "threadid", numbers=TIMES) if markers.exists() else ()
-    return Trace(kernels, list(calls), list(ranges))
-
-
 def read_traces(directory):
-    """Of every process."""
-    return [read_csv(path) for path in result_files(directory, "*kernel_trace.csv")]
+    """A Trace of every process of which kernels or HIP calls were traced."""
+    def rows(prefix, what, *names, numbers):
+        path = pathlib.Path(f"{prefix}{what}_trace.csv")
+        return list(read_rows(path, *names, numbers=numbers)) if path.exists() else []
+    prefixes = {re.sub(r"(kernel|hip_api)_trace\.csv$", "", str(path)) for what in ("kernel", "hip_api")
+                for path in result_files(directory, f"*{what}_trace.csv")}
+    return [Trace(rows(prefix, "kernel", "agentid", numbers=("correlationid", *TIMES)),
+                  rows(prefix, "hip_api", "function", "threadid", numbers=("correlationid", TIMES[0])),
+                  rows(prefix, "marker_api", "function", "threadid", numbers=TIMES))
+            for prefix in sorted(prefixes)]
+
+
+def blind(traces):
+    """Launches of the processes that recorded none of their kernels."""
+    return sum("Launch" in function for trace in traces if not trace.kernels for function, *_ in trace.calls)
+
+
+def replays(traces):
+    """[number of kernels that each launch of a graph was recorded to run]"""
+    counts = []
+    for trace in traces:
+        launched = {number: 0 for function, _, number, _ in trace.calls if function.startswith(REPLAY)}
+        for _, number, _, _ in trace.kernels:
+            if number in launched:
+                launched[number] += 1
+        counts += launched.values()
+    return counts
 
 
 def busy_percent(traces):
@@ -50,41 +64,32 @@ def busy_percent(traces):
     return 100 * busy / whole if whole else None
 
 
-def ranges_at(spans, moments):
-    """{key: name of the innermost range that is open then}, for (time, key) moments and (start, end, name)
-    spans of one thread, which are nested or one after another."""
-    waiting = sorted(spans, key=lambda span: (-span[0], span[1]))
-    names, stack = {}, []
-    for time, key in sorted(moments):
-        while waiting and waiting[-1][0] <= time:
-            stack.append(waiting.pop())
-        while stack and stack[-1][1] <= time:
-            stack.pop()
-        names[key] = stack[-1][2] if stack else OUTSIDE
-    return names
-
-
-def call_ranges(trace):
-    """{number of a HIP call: name of the range that it was made in}"""
-    spans, moments, names = defaultdict(list), defaultdict(list), {}
+def range_of_calls(trace):
+    """{number of a HIP call: name of the innermost range that was open on its thread}"""
+    events, names = defaultdict(list), {}
     for name, thread, start, end in trace.ranges:
         if end > start:  # a mark has no length
-            spans[thread].append((start, end, name))
-    for _, thread, number, start in trace.calls:
-        moments[thread].append((start, number))
-    for thread, times in moments.items():
-        names.update(ranges_at(spans[thread], times))
-    return names | {number: REPLAYED for function, _, number, _ in trace.calls
-                    if function.startswith("hipGraphLaunch")}
+            events[thread] += [(start, 1, -end, name), (end, 0, 0, None)]  # at one time ends come first
+    for function, thread, number, start in trace.calls:
+        events[thread].append((start, 2, 0, (number, function.startswith(REPLAY))))
+    for moments in events.values():
+        opened = []
+        for _, kind, _, what in sorted(moments, key=lambda moment: moment[:3]):
+            if kind == 1:
+                opened.append(what)
+            elif kind == 0:
+                opened.pop()
+            else:
+                names[what[0]] = REPLAYED if what[1] else opened[-1] if opened else OUTSIDE
+    return names
 
 
 def time_by_range(traces):
     """{range: (launches, nanoseconds of kernels)}, by where the CPU launched them."""
-    totals = defaultdict(lambda: (0, 0.0))
+    entries = []
     for trace in traces:
         if trace.calls and trace.ranges:
-            names = call_ranges(trace)
-            for _, number, start, end in trace.kernels:
-                launches, time = totals[name := names.get(number, OUTSIDE)]
-                totals[name] = (launches + 1, time + end - start)
-    return dict(totals)
+            names = range_of_calls(trace)
+            entries += [(names.get(number, OUTSIDE), 1, end - start)
+                        for _, number, start, end in trace.kernels]
+    return add_up(entries)

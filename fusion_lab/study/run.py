@@ -11,6 +11,7 @@ import sys
 import time
 from datetime import datetime, timezone
 
+from fusion_lab.measuring.roctx import child_environment
 from fusion_lab.study.results import FIGURES, MALFORMED, in_words, measured
 from fusion_lab.training.files import OUT_OF_MEMORY, UserError, read_json
 
@@ -68,7 +69,7 @@ def run_trainer(program, flags, folder, timeout):
             concurrent.futures.ThreadPoolExecutor(1) as thread:
         # Ctrl-C raises in the main thread alone; there it could lose a process that is just being made
         started = thread.submit(subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=output,
-                                stderr=errors, start_new_session=True)
+                                stderr=errors, env=child_environment(), start_new_session=True)
         try:
             return started.result().wait(timeout)
         except subprocess.TimeoutExpired:

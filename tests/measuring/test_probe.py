@@ -90,14 +90,25 @@ def made_up(device, graph=None, state=None, compiled=False):
 def test_probe_of_a_gpu_counts_kernels_and_takes_the_peak_of_a_capture(monkeypatch):
     monkeypatch.setattr(probe_module, "gpu_kernels", lambda run: [run(), "b", "c"])
     monkeypatch.setattr(probe_module, "flops_by_sublayer", lambda *_: dict(up=2, rest=3))
-    trainer, batch = made_up(GPU, SimpleNamespace(peak=123))
+    trainer, batch = made_up(GPU, SimpleNamespace(peak=123, kernels=3))
     found = probe(trainer, batch)
     assert (found.launches, found.peak, found.flops, found.timeline) == (3, 123, 5, None)
     assert found.saved == probe(*second()).saved and trainer.steps == [batch, batch]  # one for its state
+    assert found.graph_kernels == 3
     trainer, batch = made_up(GPU, state=dict(a=1))
     found = probe(trainer, batch, count_launches=False)
     assert (found.launches, found.peak, trainer.steps) == (None, None, [])
     assert not probe(*made_up(CPU, compiled=True)).launches  # nothing is dispatched
+
+
+@pytest.mark.parametrize("names, kernels, launches, said", [
+    (["a", "b"], None, 2, ""), (["a", "b"], 3, None, "recorded 2 of 3 kernels. ROCm 7.0 to 7.14"),
+    ([], None, None, "recorded 0 of its kernels. Unset ROCPROFILER_REGISTER_LIBRARY")])
+def test_kernels_that_were_not_recorded_are_no_launches(names, kernels, launches, said, monkeypatch, capsys):
+    monkeypatch.setattr(probe_module, "gpu_kernels", lambda run: names)
+    monkeypatch.setattr(probe_module, "flops_by_sublayer", lambda *_: {})
+    trainer, batch = made_up(GPU, SimpleNamespace(peak=1, kernels=kernels), state=dict(a=1))
+    assert probe(trainer, batch).launches == launches and said in capsys.readouterr().out
 
 
 def test_peak_memory_in_megabytes(monkeypatch):

@@ -37,6 +37,13 @@ def test_roctx_of_the_process_itself_comes_first(names, used, monkeypatch):
     assert Loader.calls == [(used, "resume", 0), (used, "pause", 0)]
 
 
+def test_children_do_not_inherit_what_blinds_their_profiler(monkeypatch):
+    monkeypatch.setenv(roctx.INHERITED, "/opt/rocm/lib/librocprofiler-sdk.so")
+    monkeypatch.setenv("KEPT", "1")
+    environment = roctx.child_environment()
+    assert roctx.INHERITED not in environment and environment["KEPT"] == "1"
+
+
 def test_no_roctx_is_an_error_that_names_it(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", Loader())
     roctx.loaded.cache_clear()

@@ -120,7 +120,7 @@ def session(tmp_path_factory):
 OF_AN_ANALYSIS = {"mode", "timestamp", "config", "fusion_config", "training_params", "profile_steps",
                   "system_info", "trace", "time_kind", "unit", "step", "total_us", "sublayers",
                   "launches_per_step", "coverage", "kernels", "kinds", "short_kernels", "saved_activation_mb",
-                  "flops_per_step", "flops_share", "memory_peak_mb", "launch", "findings"}
+                  "flops_per_step", "flops_share", "memory_peak_mb", "launch", "unrecorded", "findings"}
 
 
 def test_session_writes_everything(session):
@@ -245,10 +245,11 @@ def test_a_session_on_a_gpu_from_its_trace_to_its_report(tmp_path, monkeypatch):
     assert {kind: entry["calls"] for kind, entry in result.kinds.items()} == {
         "matrix product": 2, "elementwise": 1, "copy": 1}
     assert "`pair_transition` takes most time of the 9 sub-layers: 87% (p20" in result.findings()[0]
+    result.unrecorded = ["2 of 3 kernels"]
     report.write_report(str(tmp_path), result, trace)
     text = (tmp_path / report.REPORT).read_text()
-    assert all(part in text for part in ("\n`` GPU|`1` ``, torch 2, ", "Top 20 kernels",
-                                         "GPU time in the trace"))
+    assert all(part in text for part in ("\n`` GPU|`1` ``, torch 2, ", "**Caution:** 2 of 3 kernels",
+                                         "Top 20 kernels", "GPU time in the trace"))
     assert json.loads((tmp_path / report.ANALYSIS).read_text())["launch"]["verdict"] == "launch-bound"
 
 

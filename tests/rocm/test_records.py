@@ -25,17 +25,17 @@ def test_launches_and_times_of_csv_by_hand(tmp_path):
     with gzip.open(tmp_path / "c" / "results_pmc_perf_0.csv.gz", "wt") as file:
         file.write((tmp_path / "b" / "results_pmc_perf_0.csv").read_text())
     for folder in "abc":
-        assert records.read_kernels(tmp_path / folder).totals == {"k": (2, 300.0), "l": (1, 50.0)}
+        assert records.read_kernels(tmp_path / folder)[0] == {"k": (2, 300.0), "l": (1, 50.0)}
 
 
 def test_a_run_with_csv_and_a_database_is_counted_once(tmp_path):
     """rocprofv3 of 10.0 adds the database by itself for --runtime-trace and --sys-trace."""
     common.write_rocpd(tmp_path / "7_results.db")
-    assert records.read_kernels(tmp_path).source == "rocpd database"
+    assert records.read_kernels(tmp_path)[1] == "rocpd database"
     common.write_stats(tmp_path / "7_kernel_stats.csv")
     common.write_trace(tmp_path / "7_kernel_trace.csv", "7.0")
-    kernels = records.read_kernels(tmp_path)
-    assert kernels.files == ["7_kernel_stats.csv"] and sum(n for n, _ in kernels.totals.values()) == 1663
+    totals, _, files = records.read_kernels(tmp_path)
+    assert files == ["7_kernel_stats.csv"] and sum(calls for calls, _ in totals.values()) == common.LAUNCHES
 
 
 def test_of_several_passes_the_first_counts(tmp_path):
@@ -44,15 +44,15 @@ def test_of_several_passes_the_first_counts(tmp_path):
         run_of(tmp_path / name / "host", ("k", number, 10 * number))
     run_of(tmp_path / "pass_1" / "another process", ("k", 4, 5))
     run_of(tmp_path / "x.old-2026", ("k", 9, 9))
-    run_of(tmp_path / "other", ("k", 9, 9), measured=2)
-    assert records.read_kernels(tmp_path).totals == {"k": (5, 15.0)}
+    run_of(tmp_path / "other", ("k", 9, 9), steps=2)
+    assert records.read_kernels(tmp_path)[0] == {"k": (5, 15.0)}
     for part in ("counters", "roof"):
         for name in ("pmc_perf_0", "pmc_perf_1"):
             place = tmp_path / "c" / "workloads" / f"x_{part}" / "MI300X" / "out" / name / "47"
             place.mkdir(parents=True)
             common.write_rocpd(place / "47.db")
     for directory in (tmp_path / "c", tmp_path / "c" / "workloads" / "x_counters" / "MI300X"):
-        assert sum(calls for calls, _ in records.read_kernels(directory).totals.values()) == 1663
+        assert sum(calls for calls, _ in records.read_kernels(directory)[0].values()) == common.LAUNCHES
 
 
 def test_copies_are_those_of_the_dma_engines(tmp_path):
@@ -86,9 +86,9 @@ def test_counters_of_rocprof_compute_are_looked_for_in_its_results(name, header,
 
 def test_lists_of_dispatches_without_times_are_passed_over(tmp_path):
     csv(tmp_path / "pmc_perf.csv", "Dispatch_ID,Kernel_Name", (0, "k"))
-    assert records.read_kernels(tmp_path).totals == {}
+    assert records.read_kernels(tmp_path)[0] == {}
     csv(tmp_path / "pmc_perf_1.csv", "Kernel_Name,Start_Timestamp,End_Timestamp", ("k", 1, 4))
-    assert records.read_kernels(tmp_path).totals == {"k": (1, 3.0)}
+    assert records.read_kernels(tmp_path)[0] == {"k": (1, 3.0)}
 
 
 STATS = "Name,Calls,TotalDurationNs\nx,3,5\n"
@@ -97,7 +97,7 @@ STATS = "Name,Calls,TotalDurationNs\nx,3,5\n"
 @pytest.mark.parametrize("rest", ["y,5,", "y,5", "y", '"y', "\n", "y,five,5\n"])
 def test_an_interrupted_csv_counts_as_far_as_it_goes(rest, tmp_path):
     (tmp_path / "1_kernel_stats.csv").write_text(STATS + rest)
-    assert records.read_kernels(tmp_path).totals == {"x": (3, 5.0)}
+    assert records.read_kernels(tmp_path)[0] == {"x": (3, 5.0)}
 
 
 @pytest.mark.parametrize("name, content, code, words", [

@@ -7,6 +7,7 @@ import pytest
 
 from fusion_lab.rocm import kernel_summary
 from fusion_lab.training.files import FAILED, NO_DATA, OK, PROGRAM_FAILED, TIMEOUT, UserError
+from tests.rocm.fake_rocm import common
 from tests.rocm.fake_rocm.machine import csv, everywhere, manifest, recorded, start, wrapper
 
 
@@ -17,7 +18,7 @@ from tests.rocm.fake_rocm.machine import csv, everywhere, manifest, recorded, st
 def test_what_rocprof_compute_is_to_do(arguments, parts, machine):
     machine("7.0")
     found = wrapper("rocprof-compute", *arguments)
-    assert (found.analyze, found.runs_program) == (parts is None, parts is not None)
+    assert found.continues == (parts is None)
     assert parts is None or found.parts == parts
 
 
@@ -25,9 +26,9 @@ def test_how_rocprof_compute_is_called(machine):
     machine("7.0")
     found = wrapper("rocprof-compute", "--output-name", "w", "--device", "3")
     program = ["--", sys.executable, "workload.py"]  # a path, and no shell
-    assert [command.argv for command in found.commands()] == [
-        ["rocprof-compute", "profile", "--name", "w_counters", "--no-roof", *program],
-        ["rocprof-compute", "profile", "--name", "w_roof", "--roof-only", "--device", "3", *program]]
+    assert [command.argv[1:] for command in found.commands()] == [
+        ["profile", "--name", "w_counters", "--no-roof", *program],
+        ["profile", "--name", "w_roof", "--roof-only", "--device", "3", *program]]
     assert found.own_flags == ["--device", "3"]
     found.has = "--roofline".__eq__  # of what comes after 10.1
     assert found.commands()[1].argv[4:] == ["--roofline", "--roofline-device", "3", *program]
@@ -53,7 +54,7 @@ def test_options_are_those_of_the_mode_and_experimental_ones_are_hidden(machine)
     (["--roof-only", "--no-roof"], "contradicts"), (["--mode", "analyze", "--no-roof"], "are for"),
     (["--mode", "profile", "--list-stats"], "are for"), (["--roof-only", "--list-stats"], "are for"),
     *((["--output-name", name], "allowed are letters") for name in ("a-b", "a.b", "a/b", "", "a" * 27)),
-    (["-o", "a..b"], "refuses a path"), (["--list-stats", "--seed", "3"], "analyze runs no trainer")])
+    (["-o", "a..b"], "takes no directory with"), (["--list-stats", "--seed", "3"], "runs no trainer")])
 def test_what_contradicts_itself_is_refused(arguments, words, machine):
     machine("7.0")
     with pytest.raises(UserError, match=words):
@@ -68,8 +69,8 @@ def test_profile_then_analyze(release, machine, tmp_path):
     done = start("rocprof-compute", "--device", "1", "--title", "it's", "--dropout", "0.1")
     assert done.returncode == 0 and "counters and roof collected" in done.stdout, done.stdout + done.stderr
     out = workplace / "rocprof_compute_profiles_v2"
-    assert {path.name for path in out.glob("workloads/*")} == {"trainer_counters", "trainer_roof"}
-    assert kernel_summary.summarize(out)["launches"] == 1663
+    assert {path.name for path in out.glob("workloads/*")} == {"workload_counters", "workload_roof"}
+    assert kernel_summary.summarize(out)["launches"] == common.LAUNCHES
     runs = recorded(tmp_path)
     assert len(runs) == 3 and runs[0]["argv"][-6:] == ["--device", "1", "--title", "it's", "--dropout", "0.1"]
     listed = start("rocprof-compute", "--list-stats", "--dispatch", "3", "--dispatch", "12")
@@ -80,15 +81,6 @@ def test_profile_then_analyze(release, machine, tmp_path):
     assert manifest(out)["reason"].startswith("counters") and manifest(out / "analysis")["exit_code"] == 0
     with pytest.raises(UserError, match="no workload x_\\* there. Run ./run_rocprof_compute.sh first"):
         wrapper("rocprof-compute", "--mode", "analyze", "--output-name", "x").commands()
-
-
-def test_an_old_workload_is_set_aside(machine):
-    """A release refuses, or mixes the old files in."""
-    workplace = machine("10.1")
-    csv(workplace / "mine" / "workloads" / "trainer_counters" / "MI300X_A1" / "pmc_perf.csv", "old")
-    assert start("rocprof-compute", "-o", "mine", "--force", "--no-roof").returncode == 0
-    kept, = (workplace / "mine" / "workloads").glob("trainer_counters.old-*")
-    assert (kept / "MI300X_A1" / "pmc_perf.csv").read_text() == "old\n"
 
 
 @pytest.mark.parametrize("release, trap, arguments, code, words", [
@@ -125,7 +117,7 @@ def test_failures_of_rocprof_compute_are_told_from_those_of_the_program(machine)
 def test_lists_of_counters_are_no_counters(machine):
     machine("7.0")
     found = wrapper("rocprof-compute", "-o", "out", "--no-roof")
-    place = pathlib.Path(found.directory, "workloads", "trainer_counters", "MI300X")
+    place = pathlib.Path(found.directory, "workloads", "workload_counters", "MI300X")
     csv(place / "sysinfo.csv", "gpu")
     csv(place / "perfmon" / "SQ_WAVES.txt", "pmc: SQ_WAVES")
     assert found.judge("Cannot write results for x")[0] == NO_DATA

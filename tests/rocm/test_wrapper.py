@@ -1,6 +1,5 @@
 """What the ROCm wrappers have in common, with stand-ins (fake_rocm/) as strict as the tools of a release."""
 import json
-import shlex
 import subprocess
 
 import pytest
@@ -32,12 +31,13 @@ def test_session(name, release, machine, tmp_path):
     runs, out = recorded(tmp_path), workplace / "out put"
     flags = [*ODD_FLAGS, "--num-steps", "4", "-o", "theirs"]
     assert all(run["argv"][-len(flags):] == flags and run["cwd"] == str(workplace) for run in runs)
-    assert runs[0]["argv"][:4] == ["--profile-dir", str(out), "--enable-rocm-profiling",
+    assert runs[0]["argv"][:4] == ["--profile-dir", str(out / "program"), "--enable-rocm-profiling",
                                    *wrapper(name, "--dry-run").workload[:1]]
-    assert (out / "performance_summary_v2.json").exists() and (out / "run.log").stat().st_size
+    assert (out / "program" / "performance_summary_v2.json").exists() and (out / "run.log").stat().st_size
     record = manifest(out)
-    assert (record["exit_code"], record["status"], record["rocm"]) == (0, "done", release)
-    assert f"# torch hip: {release}.1" in (out / "env.txt").read_text()
+    assert record["exit_code"] == 0 and f"of ROCm {release}: /" in record["about"][0]
+    assert f"torch 2.13.0 for ROCm {release}.1" in record["about"][1]
+    assert "ROCM_PATH=" in (out / "env.txt").read_text()
     shown = start(name, "--dry-run", "-o", "out put", *ODD_FLAGS, "--num-steps", "4", "--", "-o", "theirs")
     assert (out / "command.txt").read_text() == shown.stdout and not list(out.rglob("*.part"))
     assert start(name, "-o", "out put").returncode == 2  # not empty
@@ -62,7 +62,7 @@ def test_dry_run_without_the_tool_is_a_script_that_the_tools_accept(name, machin
 def test_help_and_wrong_use(name, machine):
     machine(None)
     done = start(name, "--help")
-    assert done.returncode == 0 and "examples:" in done.stdout and "default" in done.stdout
+    assert done.returncode == 0 and "default" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 112 and len(done.stdout.splitlines()) < 60
 
 
@@ -80,24 +80,17 @@ def test_flags_that_the_program_refuses(name, machine, tmp_path):
 
 @every_door
 def test_another_program(name, machine, tmp_path, monkeypatch):
-    """--program, before TINYOPENFOLD_SCRIPT; its results may have other names."""
-    workplace = machine("7.0", FAKE_SUMMARY="performance_summary_mlp.json")
+    """--program, before TINYOPENFOLD_SCRIPT; it is asked once, which means one import of torch."""
+    workplace = machine("7.0")
     other = tmp_path / "other place" / "mlp.py"
     other.parent.mkdir()
     other.write_text((FAKES / "trainer.py").read_text())
-    shown = start(name, "--dry-run", "--program", other).stdout
-    assert shlex.quote(str(other)) in shown and "fake_rocm/trainer.py" not in shown
     monkeypatch.setenv("TINYOPENFOLD_SCRIPT", "/nonexistent.py")
     done = start(name, "--program", other, "-o", "out", *["--only=sys"] * (name == "all"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert list((workplace / "out").rglob("performance_summary_mlp.json"))
-
-
-def test_the_program_is_asked_once(machine, tmp_path):
-    """One import of torch serves flags, preflight, steps and names."""
-    machine("7.0", FAKE_QUESTIONS=str(tmp_path / "questions"))
-    assert start("rocprofv3", "-o", "x").returncode == 0
-    assert (tmp_path / "questions").read_text().count("asked") == 1
+    used, = [*workplace.rglob("workload.py"), *workplace.rglob("command.txt")][:1]
+    assert repr(str(other))[1:-1] in used.read_text()
+    assert (tmp_path / "record.questions").read_text() == "asked\n"
 
 
 @pytest.mark.parametrize("arguments, graphs", [([], False), (["--enable-cuda-graphs"], True)])

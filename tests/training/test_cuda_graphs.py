@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fusion_lab.training import cuda_graphs
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.files import UserError
 
@@ -28,7 +29,8 @@ def asked(monkeypatch):
     side, current = stream("side"), stream("current")
     fakes = dict(Stream=lambda device: side, current_stream=lambda device: current,
                  stream=lambda given: within(f"on {given.name}"), max_memory_allocated=lambda device: 7,
-                 CUDAGraph=lambda: SimpleNamespace(replay=lambda: words.append("replay")),
+                 CUDAGraph=lambda keep_graph: SimpleNamespace(**{
+                     word: lambda word=word: words.append(word) for word in ("replay", "instantiate")}),
                  graph=lambda graph, stream: within(f"capture on {stream.name}"))
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         fakes[name] = lambda *device, name=name: words.append(name)
@@ -42,8 +44,8 @@ def test_a_step_is_warmed_up_captured_once_and_replayed(asked):
     step = GraphedStep(lambda inputs: asked.append("step") or inputs["x"].sum(), batch, "cuda")
     assert asked == ["side awaits current", "on side", *["step"] * 3, "end", "current awaits side",
                      "synchronize", "empty_cache", "reset_peak_memory_stats", "capture on side", "step",
-                     "end"]
-    assert step.peak == 7 and step.inputs["x"] is not batch["x"]
+                     "end", "instantiate"]
+    assert step.peak == 7 and step.kernels is None and step.inputs["x"] is not batch["x"]
     found = step(dict(x=torch.tensor([3.0, 4.0])))
     assert step.inputs["x"].tolist() == [3, 4] and asked[-1] == "replay"
     assert torch.equal(found, step.result) and found is not step.result  # the next replay writes over that
@@ -59,3 +61,23 @@ def test_a_step_that_cannot_be_captured(error, kind, words, asked):
     with pytest.raises(kind, match=words) as caught:
         GraphedStep(run, {}, "cuda")
     assert kind is RuntimeError or caught.value.code == 1
+
+
+@pytest.mark.parametrize("hip", [None, "7.0"])
+def test_kernels_of_a_graph_are_counted_by_the_runtime(hip, monkeypatch):
+    """Two kernels and a copy; only what knows both functions can tell."""
+    def list_nodes(handle, nodes, count):
+        count._obj.value = 3
+        for place in range(3 if nodes else 0):
+            nodes[place] = place + 1
+
+    def type_of(node, kind):
+        kind._obj.value = int(node.value == 2)
+    kind = "hip" if hip else "cuda"
+    library = SimpleNamespace(**{f"{kind}GraphGetNodes": list_nodes, f"{kind}GraphNodeGetType": type_of})
+    graph = SimpleNamespace(raw_cuda_graph=lambda: 5)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(cuda_graphs.ctypes, "CDLL", lambda path: library)
+    assert cuda_graphs.kernels_in(graph) == 2
+    del library.__dict__[f"{kind}GraphGetNodes"]
+    assert cuda_graphs.kernels_in(graph) is None

@@ -13,6 +13,7 @@ import time
 from fusion_lab.measuring.comparison.rows import add_savings, not_measured
 from fusion_lab.measuring.comparison.variants import TOO_LATE, refuse_idle
 from fusion_lab.measuring.guardian import Guardian
+from fusion_lab.measuring.roctx import child_environment
 from fusion_lab.measuring.turns import Guest
 from fusion_lab.training.files import OUT_OF_MEMORY, counted
 from fusion_lab.training.machine import MEGABYTE, free_memory
@@ -34,7 +35,7 @@ class Rung:
 
     def __init__(self, program, variant, pace):
         self.variant, self.output, self.errors = variant, *(tempfile.TemporaryFile("w+") for _ in range(2))
-        environment = {"TORCHINDUCTOR_COMPILE_THREADS": COMPILE_THREADS, **os.environ}
+        environment = {"TORCHINDUCTOR_COMPILE_THREADS": COMPILE_THREADS, **child_environment()}
         command = [sys.executable, "-c", START, program.file, variant.name,
                    json.dumps(variant.settings.as_dict()), json.dumps([pace.steps, pace.seconds])]
         self.guest = Guest(command, environment, stdin=subprocess.DEVNULL, stdout=self.output,

@@ -69,6 +69,7 @@ class Analysis:
     flops_share: dict
     memory_peak_mb: float | None
     launch: Launch | None
+    unrecorded: list = field(default_factory=list)  # by the profiler, in sentences
     samples: list = field(default_factory=list)
     twins: list = field(default_factory=list)
     ceilings: dict | None = None

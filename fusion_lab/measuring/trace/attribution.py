@@ -156,7 +156,7 @@ def analysis_of(trainer, source, found, untraced, path, steps):
         kinds=kinds, short_kernels=short_kernels(trace.durations()),
         saved_activation_mb={name: size / MEGABYTE for name, size in found.saved.items()},
         flops_per_step=found.flops, flops_share=flops_share(program, flops_by_sublayer(program, settings)),
-        memory_peak_mb=found.peak_memory_mb, launch=launch,
+        memory_peak_mb=found.peak_memory_mb, launch=launch, unrecorded=trace.unrecorded(found.graph_kernels),
         samples=share_samples(samples, [(e.name, e.direction) for e in entries]),
         twins=equal_work(program, settings)), trace
 

@@ -11,6 +11,7 @@ import json
 from collections import defaultdict
 
 from fusion_lab.measuring.bounds.flops import REST
+from fusion_lab.measuring.roctx import BLIND, GRAPHS
 from fusion_lab.measuring.trace.kinds import kind_of_kernel, kind_of_operation
 
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -170,6 +171,25 @@ class TraceAnalysis:
             if step >= 0:
                 steps[step][self.place_of_kernel(event)] += event["dur"]
         return steps
+
+    def unrecorded(self, graph_kernels=None):
+        """What the profiler did not record, in sentences; graph_kernels: how many a graph's replay runs."""
+        launches = {number: event for number, event in self.launch.items() if "Launch" in event["name"]}
+        if launches and not self.on_gpu:
+            return [f"{len(launches)} launches and no kernel were recorded. {BLIND}"]
+        replays = {number: 0 for number, event in launches.items() if "GraphLaunch" in event["name"]}
+        begins = sorted(e["ts"] for e in self.phases if e["name"] == "forward")
+        steps = [0] * (len(begins) + 1)  # the first for what was launched before them
+        for kernel in (event for event in self.work if event["cat"] == "kernel" and self.launch_of(event)):
+            launch = self.launch_of(kernel)
+            steps[bisect.bisect_right(begins, launch["ts"])] += 1
+            if kernel["args"]["correlation"] in replays:
+                replays[kernel["args"]["correlation"]] += 1
+        recorded, expected = sum(replays.values()), len(replays) * (graph_kernels or 0)
+        lost = [f"{recorded} of {expected} kernels of the graph's replays were recorded. {GRAPHS}"]
+        fewest, most = min(steps[1:], default=0), max(steps[1:], default=0)
+        differ = [f"The steps have {fewest} to {most} kernels: they differ, or the profiler lost some."]
+        return lost * (recorded < expected) + differ * (fewest < most)
 
     def innermost(self, points):
         """Position in self.operations of the innermost one open at each (thread, time), or None."""

@@ -594,12 +594,12 @@ def test_a_process_of_its_own_says_its_row_last(monkeypatch, capsys):
     program = replace(SECOND, trainer=Noting)
     monkeypatch.setattr(rung, "load_program", lambda file: program if file == "here.py" else None)
     settings = SECOND.settings(width=4, batch_size=3, num_steps=20, device="cpu", warmup_steps=1)
-    assert rung.main("here.py", "mine", json.dumps(settings.as_dict()), "[20, null]") == 0
+    rung.main("here.py", "mine", json.dumps(settings.as_dict()), "[20, null]")
     row = json.loads(capsys.readouterr().out)
     assert turns == [True, *[False, True, True, False] * 10] and row["name"] == "mine" and row["measured"]
     assert row["speedup"] == pytest.approx(row["baseline_batch_time"] / row["median_batch_time"])
     assert row["samples_per_second"] == pytest.approx(3 / row["median_batch_time"])
     idle = settings.having(enable_master_weights=True)
-    assert rung.main("here.py", "idle", json.dumps(idle.as_dict()), "[20, null]") == 0
+    rung.main("here.py", "idle", json.dumps(idle.as_dict()), "[20, null]")
     row = json.loads(capsys.readouterr().out)
     assert (row["measured"], row["reason"], len(turns)) == (False, "master weights need --use-amp", 41)

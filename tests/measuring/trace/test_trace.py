@@ -165,6 +165,25 @@ def test_gpu_work_of_two_steps_in_any_order():
     assert trace.gpu_busy() == 15.0 and trace.kernel_table()[0]["launches"] == 1.0
 
 
+def test_kernels_that_the_profiler_did_not_record():
+    """Two steps of one replay each; a graph of two kernels, of which the second replay lost one."""
+    events = Events()
+    for step, kernels in enumerate((2, 1)):
+        events.add("user_annotation", "forward", 1, 100.0 * step, 100.0)
+        events.add("hip_runtime", "hipGraphLaunch", 1, 100.0 * step + 20, 5.0, correlation=step)
+        for _ in range(kernels):
+            events.add("kernel", "k", 7, 100.0 * step + 50, 1.0, correlation=step)
+    events.add("kernel", "of an earlier step", 7, 5.0, 1.0, correlation=77)
+    differ, = TraceAnalysis(events, SUBLAYERS).unrecorded()
+    assert "1 to 2 kernels" in differ
+    lost, _ = TraceAnalysis(events, SUBLAYERS).unrecorded(2)
+    assert lost.startswith("3 of 4 kernels") and "DEBUG_HIP_GRAPH_SEGMENT_SCHEDULING=0" in lost
+    assert TraceAnalysis(gpu_trace(), SUBLAYERS).unrecorded() == []
+    blind = [event for event in events if event["cat"] != "kernel"]
+    assert "2 launches and no kernel" in TraceAnalysis(blind, SUBLAYERS).unrecorded()[0]
+    assert TraceAnalysis([], SUBLAYERS).unrecorded() == []
+
+
 def test_work_before_the_first_step_is_no_step_s():
     events = gpu_trace()
     next(e for e in events if e["args"].get("correlation") == 1)["ts"] = -1.0  # a launch

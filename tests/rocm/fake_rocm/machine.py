@@ -66,5 +66,5 @@ def run_of(directory, *kernels, **steps):
     """A result directory with these (name, calls, nanoseconds in all), and a manifest with its steps."""
     csv(directory / "7_kernel_stats.csv", "Name,Calls,TotalDurationNs", *kernels)
     if steps:
-        (directory / "manifest.json").write_text(json.dumps(dict(steps=steps)))
+        (directory / "manifest.json").write_text(json.dumps(dict(steps_counted="these", **steps)))
     return directory

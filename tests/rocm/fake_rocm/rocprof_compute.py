@@ -10,7 +10,6 @@ import sys
 
 import common
 
-VERSIONS = {"6.3": "3.0.0", "7.0": "3.2.3", "10.1": "3.9.0"}
 PASSES = {"pmc_perf_0": ("SQ_WAVES",), "pmc_perf_1": ("GRBM_COUNT", "SQ_BUSY_CYCLES")}
 HIDDEN = None if "--experimental" in sys.argv else argparse.SUPPRESS
 
@@ -22,30 +21,26 @@ def die(message):
 
 
 def build_parser():
-    parser = argparse.ArgumentParser(prog="tool")
-    modes = parser.add_subparsers(dest="mode", required=True)
+    modes = argparse.ArgumentParser(prog="tool").add_subparsers(dest="mode", required=True)
     profile, analyze = (modes.add_parser(mode, prog="tool", allow_abbrev=False)
                         for mode in ("profile", "analyze"))
-    profile.add_argument("-v", "--version", action="version",
-                         version=f"rocprof-compute version: {VERSIONS[common.RELEASE]}")
+    for flag in ("--no-roof", "--roof-only"):
+        profile.add_argument(flag, action="store_true")
     profile.add_argument("-n", "--name")
-    profile.add_argument("-b", "--block", nargs="+")
-    profile.add_argument("--no-roof", action="store_true")
-    profile.add_argument("--roof-only", action="store_true")
     profile.add_argument("--device", type=int)
     if common.NEW:
         profile.add_argument("--set")
-        profile.add_argument("--overwrite", action="store_true")
         profile.add_argument("--torch-trace", action="store_true", help=HIDDEN)
         analyze.add_argument("--list-torch-operators", action="store_true", help=HIDDEN)
         for mode in (profile, analyze):
             mode.add_argument("--experimental", action="store_true")
+    for mode in (profile, analyze):
+        mode.add_argument("-b", "--block", nargs="+")
     profile.add_argument("remaining", nargs=argparse.REMAINDER)
     analyze.add_argument("-p", "--path", nargs="+", action="append")
     analyze.add_argument("--list-stats", action="store_true")
     analyze.add_argument("-d", "--dispatch", nargs="+", action="append")
-    analyze.add_argument("-b", "--block", nargs="+")
-    return parser
+    return {"profile": profile, "analyze": analyze}
 
 
 def check(options, directory, words):
@@ -54,10 +49,8 @@ def check(options, directory, words):
         die(f"{options.name}: letters, digits and _ only, at most 35 of them")
     if common.FAIL == "arch":
         die("Cannot find a supported arch in rocminfo.")
-    if ".." in str(directory):
-        die("Access denied. Cannot access parent directories in path (i.e. ../)")
-    if directory.exists() and any(directory.iterdir()) and common.NEW and not options.overwrite:
-        die(f"{directory} is not empty. Use --overwrite.")
+    if ".." in str(directory) or directory.exists() and any(directory.iterdir()):
+        die(f"{directory}: access denied, or not empty")
     if not words or not (os.path.isfile if common.OLD else shutil.which)(words[0]):
         die(f"Your command {' '.join(words)} doesn't point to a executable. Please verify.")
     if common.NEW and os.path.basename(words[0]) in ("bash", "sh"):
@@ -70,7 +63,7 @@ def profile(options):
     directory = pathlib.Path(os.getcwd(), "workloads", options.name, "MI300X_A1")
     words = options.remaining[1:]
     check(options, directory, words)
-    (directory / "perfmon").mkdir(parents=True, exist_ok=True)
+    (directory / "perfmon").mkdir(parents=True)
     for name, counters in PASSES.items():  # its own input, which is there whatever becomes of the run
         (directory / "perfmon" / f"{name}.txt").write_text(f"pmc: {' '.join(counters)}\n\ngpu:\n")
     for name, counters in ({"roofline": ()} if options.roof_only else PASSES).items():  # one run for each
@@ -86,22 +79,14 @@ def profile(options):
         print("INFO Skipping roofline")
     elif not options.no_roof and common.FAIL != "no_data":
         (directory / "roofline.csv").write_text("device,HBMBw\n0,4000\n")
-    if not (options.roof_only or common.FAIL == "no_data" or common.NEW):
-        join_passes(directory)
-
-
-def join_passes(directory):
-    """Until 3.4 one row for each dispatch; pandas 3 has no `object` columns, so nothing can be joined."""
-    if common.FAIL != "pandas" or common.OLD:
+    if common.FAIL == "pandas":  # 3 has no `object` columns, so until 3.4 nothing could be joined
+        print(f"WARNING Cannot write results for {directory}/perfmon/pmc_perf_0.txt: no counter csv files")
+    elif not (options.roof_only or common.FAIL == "no_data" or common.NEW):
         common.write_trace(directory / "pmc_perf.csv", "rocprof-compute")
-        return
-    print("\x1b[31mERROR\x1b[0m Error converting results: You are trying to merge on str and int64 columns\n"
-          f"WARNING Cannot write results for {directory}/perfmon/pmc_perf_0.txt: no counter csv files "
-          "generated")
 
 
 def analyze(options):
-    if common.FAIL == "pins" and common.NEW:
+    if common.FAIL == "pins":
         die("the 'numpy==1.26.4' distribution does not meet version requirements to use rocprofiler-compute.")
     for (path,) in options.path or [[""]]:
         if not pathlib.Path(path, "sysinfo.csv").exists():
@@ -112,12 +97,12 @@ def analyze(options):
 def main():
     if common.FAIL == "packages":
         die("The 'astunparse==1.6.2' package was not found in the current execution environment.")
-    if common.FAIL == "locale" and common.OLD:
+    if common.FAIL == "locale":
         raise locale.Error("unsupported locale setting")
     if common.FAIL == "crash":
         raise KeyError("gpu_model")
-    options = build_parser().parse_args()
-    {"profile": profile, "analyze": analyze}[options.mode](options)
+    mode, *arguments = sys.argv[1:]
+    {"profile": profile, "analyze": analyze}[mode](build_parser()[mode].parse_args(arguments))
 
 
 if __name__ == "__main__":

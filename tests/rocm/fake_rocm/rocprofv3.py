@@ -7,9 +7,8 @@ import tempfile
 
 import common
 
-BOOLEANS = ["--hip-trace", "--hsa-trace", "--marker-trace", "--kernel-trace", "--memory-copy-trace",
-            "--memory-allocation-trace", "--runtime-trace", "--sys-trace", "--stats", "--truncate-kernels",
-            "--kernel-rename"]
+BOOLEANS = ["--hip-trace", "--marker-trace", "--kernel-trace", "--memory-copy-trace", "--runtime-trace",
+            "--memory-allocation-trace", "--sys-trace", "--stats", "--truncate-kernels", "--kernel-rename"]
 MARKERS = ("--marker-trace", "--runtime-trace", "--sys-trace")
 CALLS = ("--hip-trace", "--runtime-trace", "--sys-trace")
 EVALUATION = "my_own_kernel(float*)"  # runs after the measured steps only
@@ -26,14 +25,11 @@ def build_parser():
     for name in BOOLEANS + ["--selected-regions"] * (not common.OLD):
         prose = "newer releases also have --selected-regions" if name == "--stats" else None
         parser.add_argument(name, nargs="?", const=True, metavar="BOOL", help=prose)
-    if not common.OLD:
-        parser.add_argument("-v", "--version", action="store_true")
     return parser
 
 
 def fatal(message):
-    sys.stderr.write(f"[rocprofv3] Fatal error: {message}\n")
-    sys.exit(1)
+    sys.exit(f"[rocprofv3] Fatal error: {message}")
 
 
 def traced(options, *names):
@@ -73,23 +69,26 @@ def write_results(options, pid, formats, kernels, folder):
         pathlib.Path(f"{prefix}_results.pftrace").write_bytes(b"\x0a\x02\x08\x01")
 
 
+def run_once(options, app, formats, folder):
+    """A run of the program, and what is written of it. Wheels of 10.1 have roctx as .so.1 only."""
+    libraries = "librocprofiler-sdk-roctx.so.1" + " librocprofiler-sdk-roctx.so" * (not common.NEW)
+    preloaded = " process" * traced(options, *MARKERS)
+    with tempfile.NamedTemporaryFile("r") as log:
+        code, pid = common.run_child(app, FAKE_ROCTX=libraries + preloaded, FAKE_ROCTX_LOG=log.name)
+        kernels = recorded_kernels(options, log.read().split())
+    if common.FAIL != "no_data" and kernels and code not in (-9, -11):
+        write_results(options, pid, formats, kernels, folder)
+    return code
+
+
 def main():
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options, app = build_parser().parse_args(arguments[:cut]), arguments[cut + 1:]
-    if traced(options, "--version"):
-        print(f"         version: 1.0.0\n    git_revision: abc\n    rocm_version: {common.RELEASE}.0")
-        return
-    if options.stats and not options.kernel_trace:
-        fatal("No tracing options were enabled for --stats option")
-    if not app:
-        fatal("No application provided")
-    if common.FAIL == "fatal":
-        fatal("librocprofiler-sdk-tool.so does not exist")
+    if options.stats and not options.kernel_trace or not app or common.FAIL == "fatal":
+        fatal("no tracing options, no application, or librocprofiler-sdk-tool.so does not exist")
     if common.FAIL == "crash":
-        sys.stderr.write(f'Traceback (most recent call last):\n  File "{sys.argv[0]}", line 1501, in main\n'
-                         "KeyError: 'ROCPROF_OUTPUT'\n")
-        sys.exit(1)
+        sys.exit(f'Traceback (most recent call last):\n  File "{sys.argv[0]}", line 1, in main\nKeyError: 1')
     passes = options.pmc if common.NEW and options.pmc else [options.pmc or []]
     if max(map(len, passes)) > 4:
         sys.stderr.write("F20260131 12:00:00.000000 7 tool.cpp:1036] Request exceeds the capabilities of the "
@@ -105,20 +104,6 @@ def main():
         if code and folder:
             fatal(f"Command '{app}' returned non-zero exit status {code}.")
     common.end_like(code)
-
-
-def run_once(options, app, formats, folder):
-    """A run of the program, and what is written of it. Wheels of 10.1 have roctx as .so.1 only."""
-    libraries = "librocprofiler-sdk-roctx.so.1" + " librocprofiler-sdk-roctx.so" * (not common.NEW)
-    preloaded = " process" * traced(options, *MARKERS)
-    with tempfile.TemporaryDirectory() as place:
-        log = pathlib.Path(place, "calls")
-        log.touch()
-        code, pid = common.run_child(app, FAKE_ROCTX=libraries + preloaded, FAKE_ROCTX_LOG=str(log))
-        kernels = recorded_kernels(options, log.read_text().split())
-    if common.FAIL != "no_data" and kernels and code not in (-9, -11):
-        write_results(options, pid, formats, kernels, folder)
-    return code
 
 
 if __name__ == "__main__":
