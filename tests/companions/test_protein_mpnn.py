@@ -22,6 +22,7 @@ PROGRAM = load_program(FILE)
 mpnn = __import__("protein_mpnn")
 
 CPU = torch.device("cpu")
+GOING_ON = SimpleNamespace(signal=None)  # no signal came
 SWITCHES = ("enable_split_fusion", "enable_aggregate_fusion", "enable_edge_fusion",
             "enable_activation_checkpointing")
 COMBINATIONS = [mpnn.MpnnSwitches(**dict(zip(SWITCHES, on, strict=True)))
@@ -115,7 +116,7 @@ def test_missing_neighbours_and_unknown_residues_do_not_count(small):
     gone = batch["mask"][-1] == 0
     changed["X"][-1, gone] += 100.0
     changed["S"][-1, gone] = 3
-    first, second = (backbones.defined(model(**b), batch) for b in (batch, changed))
+    first, second = (model.defined(model(**b), batch) for b in (batch, changed))
     assert gone.any() and all(torch.equal(first[key], second[key]) for key in first)
     assert (batch["targets"][:, 1] == -1).all() and (batch["S"][:, 1] == 20).all()
 
@@ -174,7 +175,7 @@ def test_an_evaluation_is_of_every_residue_held_out():
     source = PROGRAM.data(PROGRAM.settings(**SMALL))
     tokens = np.concatenate([tokens for tokens, _ in source.made(backbones.HELD_OUT)])
     even = (tokens % 2 == 0).mean()
-    found = backbones.evaluate(SimpleNamespace(model=Known(), device=CPU), source)
+    found = source.evaluate(SimpleNamespace(model=Known(), device=CPU), GOING_ON).details
     letter, share = source.constant()
     assert found == dict(recovery=pytest.approx(even), residues=len(tokens), constant=letter,
                          perplexity=pytest.approx(2 ** (2 - even)), constant_recovery=share)
@@ -208,5 +209,5 @@ def test_it_learns():
     source, trainer = PROGRAM.data(settings), PROGRAM.trainer(PROGRAM, settings, CPU)
     for step in range(80):
         trainer.step(source.batch(step))
-    found = backbones.evaluate(trainer, source)
+    found = source.evaluate(trainer, GOING_ON).details
     assert found["recovery"] > 3 * found["constant_recovery"]

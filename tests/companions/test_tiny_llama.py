@@ -31,6 +31,7 @@ PROGRAM = load_program(FILE)
 llama = __import__("tiny_llama")
 
 CPU = torch.device("cpu")
+GOING_ON = SimpleNamespace(signal=None)  # no signal came
 SWITCHES = ("enable_qkv_fusion", "enable_flash_attention", "enable_swiglu_fusion", "enable_norm_fusion",
             "enable_loss_fusion")
 COMBINATIONS = [llama.LlamaSwitches(**dict(zip(SWITCHES, on, strict=True)))
@@ -169,8 +170,8 @@ def test_bits_per_byte_by_hand():
         def forward(self, batch):  # two equal choices for each byte
             return dict(loss=torch.tensor(math.log(2)))
     batches = [dict(targets=torch.zeros(2, 5)), dict(targets=torch.zeros(1, 5))]
-    assert text.bits_per_byte(Half(), batches) == pytest.approx(1.0)
-    assert text.bits_per_byte(Half(), []) is None
+    assert text.bits_per_byte(Half(), batches, GOING_ON) == pytest.approx(1.0)
+    assert text.bits_per_byte(Half(), batches, SimpleNamespace(signal=2)) is None
 
 
 @pytest.mark.parametrize("asked, trained, windows", [
@@ -180,7 +181,7 @@ def test_an_evaluation_is_of_as_much_as_was_trained_on(asked, trained, windows):
     source = SimpleNamespace(seen="seen", unseen="unseen",
                              evaluation=lambda *given: asked_for.append(given) or [])
     trainer = SimpleNamespace(step_number=trained, training=SimpleNamespace(batch_size=2, eval_windows=asked))
-    assert text.evaluate(trainer, source) == dict(training=None, held_out=None)
+    assert text.Bytes.evaluate(source, trainer, GOING_ON).details == {}
     assert asked_for == [("seen", windows), ("unseen", windows)]
 
 
@@ -362,4 +363,4 @@ def test_it_learns():
     source, trainer = PROGRAM.data(settings), PROGRAM.trainer(PROGRAM, settings, CPU)
     for step in range(100):
         trainer.step(source.batch(step))
-    assert text.evaluate(trainer, source)["held_out"] < 4.2
+    assert source.evaluate(trainer, GOING_ON).details["held_out"] < 4.2

@@ -1,13 +1,11 @@
 """Parsers of proteins: what one format says, all say; whatever the bytes, an alignment or one line."""
 import gzip
-import json
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_lab.training.files import UserError
-from fusion_lab.training.reading import DEEPEST, parse_json
 from proteins import files
 from proteins.files import AMINO_ACIDS, GAP, UNKNOWN
 from tests.properties import cases
@@ -109,38 +107,3 @@ def test_properties_of_a_query_and_its_structure(query, data):
     same = query[found] == sequence[index[found]]
     assert (identical, different) == (same.sum(), (~same).sum())
     assert seen[index[found]].all() and (np.diff(index[found]) > 0).all()
-
-
-NUMBERS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8))
-JSON = st.recursive(NUMBERS, lambda part: st.one_of(
-    st.lists(part, max_size=4), st.dictionaries(st.text(max_size=6), part, max_size=4)), max_leaves=12)
-
-
-def levels(value):
-    """How many lists and dicts lie within each other."""
-    parts = value.values() if isinstance(value, dict) else value
-    return 1 + max(map(levels, parts), default=0) if isinstance(value, (list, dict)) else 0
-
-
-def finite(value):
-    """The same with None for what is no number."""
-    if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
-@cases(100)
-@given(JSON, st.one_of(st.integers(0, 2), st.integers(DEEPEST - 3, DEEPEST + 1)))
-def test_properties_of_json(content, depth):
-    for _ in range(depth):
-        content = [content]
-    text = json.dumps(content)
-    try:
-        found = parse_json(text, nan=True)
-    except ValueError:
-        assert levels(content) > DEEPEST or "\\ud" in text
-    else:
-        assert found == finite(content) and levels(content) <= DEEPEST
-        assert json.dumps(parse_json(json.dumps(found))) == json.dumps(found)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training.distributed import ALONE
+from fusion_lab.training.evaluations import Evaluation
 from fusion_lab.training.files import UserError
 from proteins import batches, contacts, structure_metrics
 from proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt
@@ -253,19 +253,23 @@ def test_a_source_sorts_its_families(monkeypatch):
 
 # --- Evaluation ----------------------------------------------------------------------------------------
 
+GOING_ON = SimpleNamespace(signal=None)  # no signal came
+
+
 def test_evaluation_turns_dropout_off_and_on_again():
     settings = settings_of(dropout=0.5)
     trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
     source, modes = SyntheticProteins(settings), []
     trainer.model.register_forward_pre_hook(
         lambda model, _: modes.append((model.training, torch.is_grad_enabled())))
-    found = contacts.evaluate(trainer, source)
+    found = source.evaluate(trainer, GOING_ON).details
     assert trainer.model.training and set(modes) == {(False, False)} and len(modes) == 32
     assert [len(group) for group in found.values()] == [16, 16]
     trainer.model.eval()
-    contacts.evaluate(trainer, source)
+    source.evaluate(trainer, GOING_ON)
     assert not trainer.model.training
-    assert contacts.evaluate(trainer, source, SimpleNamespace(signal=2)) == dict(training={}, held_out={})
+    stopped = source.evaluate(trainer, SimpleNamespace(signal=2))
+    assert stopped.details == dict(training={}, held_out={}) and stopped.score is None
 
 
 def test_precision_counts_the_surest_pairs_below_8_angstrom():
@@ -319,11 +323,13 @@ def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
                     coord_mask=(torch.arange(9)[None] < located).float())
     source = SimpleNamespace(held_out=["b", "c"], structure=str.upper, evaluation=lambda: dict(
         training=iter([("a", batch(9)), ("x", batch(6))]), held_out=iter([("b", batch(7)), ("c", batch(9))])))
-    trainer = SimpleNamespace(model=Oracle(), device=torch.device("cpu"), world=ALONE,
+    trainer = SimpleNamespace(model=Oracle(), device=torch.device("cpu"),
                               training=SimpleNamespace(plot_contacts="maps"))
     drawn = []
     monkeypatch.setattr(contacts, "write_map", lambda *given: drawn.append(given))
-    found = contacts.evaluate(trainer, source)
+    evaluation = contacts.evaluate(trainer, source, GOING_ON)
+    found = evaluation.details
+    assert evaluation.score is None and evaluation.scores["held-out lDDT"] == 0.75
     assert {group: list(part) for group, part in found.items()} == dict(training=["a"], held_out=["b", "c"])
     assert found["held_out"]["b"] == dict(p_l2=pytest.approx(1.0), p_l=1.0, chance=1.0,
                                             p_l2_long=None, lddt=0.75)  # one pair of seven, √3 Å apart
@@ -332,13 +338,13 @@ def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
     assert trainer.model.given == dict(msa_tokens=(1, 2, 9), target_tokens=(1, 9), seq_mask=(1, 9),
                                        row_mask=(1, 2))
     assert drawn == []  # maps are drawn at the end only
-    contacts.evaluate(trainer, source, final=True)
+    contacts.evaluate(trainer, source, GOING_ON, final=True)
     assert [(path, name, protein, tokens.tolist()) for path, name, protein, tokens, _ in drawn] == [
         (f"maps/{name}", name, name.upper(), [*range(9)]) for name in "bc"]
     probability, distances, place, mask = drawn[0][-1]
     assert torch.equal(distances, 2 * probability) and torch.equal(place, coords[0]) and mask.sum() == 7
     trainer.training.plot_contacts = None
-    contacts.evaluate(trainer, source, final=True)
+    contacts.evaluate(trainer, source, GOING_ON, final=True)
     assert len(drawn) == 2
 
 
@@ -356,11 +362,12 @@ def test_lines_of_an_evaluation_give_means_over_proteins(capsys):
     empty = dict(training={}, held_out={})
     assert contacts.scores(empty) == {}
     assert contacts.contact_line(empty) == "Contacts: no protein has enough coordinates"
-    contacts.closing(SimpleNamespace(step_number=40, world=ALONE), None, dict(final=evaluation))
+    found, nobody = (Evaluation("", {}, details=details) for details in (evaluation, empty))
+    contacts.closing(SimpleNamespace(step_number=40), None, dict(final=found))
     assert capsys.readouterr().out == (
         "In words: after step 40, 75% of the residue pairs that the model is surest of do touch, in 2 "
         "proteins it never saw; by chance 15% would.\n")
-    for nothing in ({}, dict(final=empty), {"40": evaluation}):
+    for nothing in ({}, dict(final=nobody), {40: found}):
         contacts.closing(None, None, nothing)
     assert capsys.readouterr().out == ""
 

@@ -117,7 +117,7 @@ def test_what_cannot_be_used_is_one_line(setup, capsys):
                         "query 'z' is not a row": ["x.a3m", "--query", "z"],
                         "--num-steps: not with --fold": ["x.a3m", "--num-steps", "5"],
                         "not allowed with": ["x.a3m", "--contacts", "x.a3m"],
-                        "cannot write into": ["x.a3m", "-o", "m.pt"]}.items():
+                        "m.pt: File exists": ["x.a3m", "-o", "m.pt"]}.items():
         assert run(*argv) == 2
         error = capsys.readouterr().err
         assert words in error and len(error.splitlines()) == 1, error

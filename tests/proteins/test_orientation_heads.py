@@ -88,8 +88,8 @@ def model_of(**values):
 
 
 def a_batch():
-    return batches.masked_batch(tof.PROGRAM.settings(**SMALL, orientations=True, batch_size=2,
-                                                     device="cpu"), torch.device("cpu"))
+    settings = tof.PROGRAM.settings(**SMALL, orientations=True, batch_size=2, device="cpu")
+    return tof.PROGRAM.data(settings).check_batch()
 
 
 def test_the_model_adds_a_weighted_term_that_ranks_can_weigh():

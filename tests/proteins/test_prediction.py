@@ -236,7 +236,7 @@ def test_what_cannot_be_used_is_one_line(tmp_path, model_file, capsys, monkeypat
             "query 'nobody' is not a row": ["--contacts", alignment, "--query", "nobody", *usual],
             "model bad.pt: damaged": ["--contacts", alignment, "--resume", "bad.pt"],
             "no-model.pt; name a model file or a checkpoint by --resume": ["--contacts", alignment],
-            "cannot write into /proc/no": ["--contacts", alignment, *usual, "-o", "/proc/no"],
+            "/proc/no: No such file": ["--contacts", alignment, *usual, "-o", "/proc/no"],
             "--pair-dim: not with --contacts": ["--contacts", "x", "--pair-dim", "8"],
             "--disable-all-fusion: not with": ["--contacts", "x", "--disable-all-fusion"],
             "--data: not with": ["--contacts", "x", "--data", "x"],

@@ -176,7 +176,7 @@ def test_one_study_at_a_time(fake, capsys):
     held = os.open("s", os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     assert fake(*SMALL) == 2
-    assert capsys.readouterr().err.strip().endswith("s: this study is running already")
+    assert capsys.readouterr().err.strip().endswith("s: another run is writing into it; name another one")
     os.close(held)
     assert fake(*SMALL) == 0
 
@@ -297,7 +297,7 @@ def test_second_program(fake, capsys):
     (["--timeout", "0"], "--timeout: '0'"),
     (["--device", "cuda:77"], "--device cuda:77: there is no such GPU"),
     (["--report-only"], "--report-only: needs --study-name"),
-    (["--num-runs", "10000000"], "--num-runs: 10000000: makes 80000000 points; 1000000 are the limit"),
+    (["--num-runs", "10000000"], "--num-runs: 10000000: makes 20000000 points; 1000000 are the limit"),
     (["--program", "nowhere.py"], "nowhere.py: no such Python file"),
     (["--num-blocks", "1"], "arguments: --num-blocks 1; flags of tiny_openfold_v2.py go behind --"),
     (["--", "--program", "x.py"], "--program after --: the study sets it"),

@@ -63,7 +63,10 @@ def test_a_row_that_is_none_is_named_by_its_line(broken, tmp_path):
     path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(broken)}\n")
     with pytest.raises(UserError, match="line 2 is not the result of a run"):
         loaded(tmp_path)
-    path.write_bytes(b"[" * 200_000 + b"\n")
+
+
+def test_a_row_without_end_is_none(tmp_path):
+    (tmp_path / "results.jsonl").write_bytes(b"[" * 200_000 + b"\n")
     with pytest.raises(UserError, match="line 1 is not"):
         loaded(tmp_path)
 
@@ -81,5 +84,5 @@ def test_only_the_config_of_a_study_is_one(changes, tmp_path):
         read_config(str(tmp_path), WORDS)
     for text in ("", "[]", "{}", '{"study": []}'):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(UserError, match="not the config of a study"):
+        with pytest.raises(UserError, match="config of a study|study's config"):
             read_config(str(tmp_path), WORDS)
