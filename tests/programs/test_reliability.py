@@ -130,7 +130,8 @@ class Choosing(Numbers):
 def train_chooser(directory, *flags):
     """The small program, with evaluations that choose."""
     return tof.main([*"--width 4 --num-steps 2 --warmup-steps 0 --device cpu --profile-dir".split(),
-                     str(directory / "p"), *map(str, flags)], dataclasses.replace(SMALL_PROGRAM, data=Choosing))
+                     str(directory / "p"), *map(str, flags)],
+                    dataclasses.replace(SMALL_PROGRAM, data=Choosing))
 
 
 @pytest.mark.parametrize("flag", ["--save-checkpoint", "--save-best"])
@@ -241,8 +242,8 @@ PROGRAMS = {  # a program, and a module that it imports after quiet()
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_ctrl_c_while_modules_are_imported(program, tmp_path):
-    (tmp_path / f"{PROGRAMS[program]}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
-                                                     "import time\ntime.sleep(9)")
+    (tmp_path / f"{PROGRAMS[program]}.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(9)")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHON": sys.executable}
     command = [str(ROOT / program)] if program.endswith(".sh") else [sys.executable, str(ROOT / program)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)

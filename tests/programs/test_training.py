@@ -136,12 +136,13 @@ def test_signal_finishes_the_step_saves_and_exits(tmp_path, number, code):
 
 
 @pytest.mark.slow
-def test_closed_pipe_and_full_disk_on_stdout():
+def test_closed_pipe_and_full_disk_on_stdout(tmp_path):
     program = f"{sys.executable} {ROOT / 'tiny_openfold_v2.py'}"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 
     def run(command):
-        return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=buffered)
+        return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=buffered,
+                              cwd=tmp_path)
     assert "Traceback" not in run(f"{program} --help | head -1; exit ${{PIPESTATUS[0]}}").stderr
     result = run(f"{program} {' '.join(SMALL)} --validate-setup > /dev/full")
     assert result.returncode == 1 and len(result.stderr.strip().splitlines()) == 1
