@@ -209,7 +209,8 @@ def test_an_ultra_fused_block_is_one_kernel():
     counts = []
     for layers in (1, 3):
         settings = on_gpu(num_layers=layers, enable_master_weights=True)
-        trainer, batch = PROGRAM.trainer(PROGRAM, settings, device), PROGRAM.data(settings).check_batch()
+        trainer = PROGRAM.trainer(PROGRAM, settings, device)
+        batch = to_device(PROGRAM.data(settings).check_batch(), device)
         with torch.no_grad():
             trainer.forward(batch)
             counts.append(len(gpu_kernels(lambda t=trainer, b=batch: t.forward(b))))
