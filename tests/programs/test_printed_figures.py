@@ -135,7 +135,8 @@ def run(flags, directory, program=tof.main):
 def settings_of(result):
     """The settings that a result was measured with."""
     parts = (result["config"], result["training_params"], result.get("fusion_config", {}))
-    return tof.PROGRAM.settings(**{key: value for part in parts for key, value in part.items()})
+    return tof.PROGRAM.settings(**{key: value for part in parts for key, value in part.items()
+                                   if key != "ranks"})
 
 
 def differing(rows):
