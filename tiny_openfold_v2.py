@@ -711,14 +711,16 @@ def train(program, settings, compare_with=None):
     with StopRequest(patient=world.size > 1) as stop:
         found = warm_up(trainer, source, stop)
         metrics, left = Metrics(trainer), training.num_steps - trainer.step_number
-        with Profiling(settings.profiler, device, trainer.model.sublayers(), found, left) as profiling:
+        watched = settings.profiler if world.first else ProfilerConfig()
+        with Profiling(watched, device, trainer.model.sublayers(), found, left) as profiling:
             losses, times = run_steps(trainer, source, profiling, found, metrics, stop)
         result = summary.summarise(trainer, found, losses, times)
         path = summary.write(trainer, result)  # before anything that can fail
         if not stop.signal:
             evaluate(trainer, source, metrics, stop, print, final=True)
         summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
-        analysis = write_analysis(trainer, source, found, times, profiling)
+        analysis = (write_analysis(trainer, source, found, times, profiling)
+                    if settings.profiler.enable_pytorch_profiler else None)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], stop.signal)
         if world.first:
             with trainer.averaged():

@@ -82,7 +82,6 @@ class Bytes(Data):
         for first in range(0, count, 32):
             yield self.windows(text, starts[first:first + 32])
 
-
     def check_batch(self):
         """A batch whose last sample asks for no more than its first half."""
         generator = torch.Generator().manual_seed(self.training.seed)

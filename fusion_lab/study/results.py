@@ -17,7 +17,8 @@ SHORTEST, LONGEST = 1e-9, 1e9  # s; a step outside is a broken file
 LONGEST_TEXT = 500  # in a message
 
 
-MALFORMED = (AttributeError, KeyError, TypeError, ValueError)  # what reading content of another form raises
+# What reading content of another form raises
+MALFORMED = AttributeError, KeyError, RecursionError, TypeError, ValueError
 
 
 def is_number(value):

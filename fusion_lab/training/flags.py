@@ -29,7 +29,12 @@ def judge(name, **known):
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(*TURNS)
     os.environ.setdefault(*PROFILER_WORDS)
-    program, argv = Program(**known), with_demo(sys.argv[1:])
+    program = Program(**known)
+    if code := files.exit_code(lambda argv: judged(program, argv), with_demo(sys.argv[1:]), program.name):
+        sys.exit(code)
+
+
+def judged(program, argv):
     if program_file(argv, program.name):
         return  # the flags are another program's, which needs torch to be known
     arguments, _, _ = parse(make_parser(program), program, argv)

@@ -17,8 +17,8 @@ from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model, save_model
 
 SETTINGS = tof.PROGRAM.settings(
-    num_blocks=1, msa_dim=4, pair_dim=4, msa_heads=1, pair_heads=1, outer_product_dim=2, num_seqs=3, seq_len=6,
-    batch_size=1, use_amp=True, amp_dtype="float16")
+    num_blocks=1, msa_dim=4, pair_dim=4, msa_heads=1, pair_heads=1, outer_product_dim=2, num_seqs=3,
+    seq_len=6, batch_size=1, use_amp=True, amp_dtype="float16")
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fusion_lab.training import locks
+from fusion_lab.training import files
 from tests.rocm.fake_rocm.machine import FAKES, RELEASES, TOOLS
 
 
@@ -64,4 +64,4 @@ def machine(tmp_path, installations, monkeypatch):
         monkeypatch.chdir(workplace)
         return workplace
     yield prepare
-    locks.release()  # what wrappers hold in this process
+    files.release()  # what wrappers hold in this process
