@@ -30,11 +30,11 @@ def judge(name, **known):
         os.environ.setdefault(*TURNS)
     os.environ.setdefault(*PROFILER_WORDS)
     program = Program(**known)
-    if code := files.exit_code(lambda argv: judged(program, argv), with_demo(sys.argv[1:]), program.name):
+    if code := files.exit_code(lambda argv: check_early(program, argv), with_demo(sys.argv[1:]), program.name):
         sys.exit(code)
 
 
-def judged(program, argv):
+def check_early(program, argv):
     if program_file(argv, program.name):
         return  # the flags are another program's, which needs torch to be known
     arguments, _, _ = parse(make_parser(program), program, argv)
