@@ -66,10 +66,9 @@ PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.p
 ON_THEIR_OWN = ("profile_summary.py", "companions/fusion_patterns.py")  # hand nothing on to the trainer
 ON_ITS_SITE = ("../../issues",)  # relative to a page on the site that hosts the repository
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")  # not the --enable- of --enable-X
-FOREIGN = {"--index-url", "--function-exclude", "--msa-only",  # of pip, rocprof-sys, ColabFold; of AMD's:
-           "--block", "--collection-period", "--dispatch", "--hip-graph-trace", "--hip-trace", "--kernel",
-           "--iteration-multiplexing", "--kernel-rename", "--marker-trace", "--runtime-trace", "--set",
-           "--sys-trace",  # of torchrun and Slurm:
+FOREIGN = {"--index-url", "--msa-only",  # of pip and ColabFold; of AMD's:
+           "--experimental", "--kernel-rename", "--list-avail", "--list-torch-operators", "--set",
+           "--torch-trace",  # of torchrun and Slurm:
            "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--nodes",
            "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--time", "--signal"}
 
