@@ -10,7 +10,7 @@ from fusion_lab.measuring.tables import code, escaped, markdown
 from fusion_lab.rocm import kernel_summary, session
 from fusion_lab.rocm.failures import MEANING
 from fusion_lab.rocm.preflight import worst_code
-from fusion_lab.rocm.profiled import ask, chosen_program
+from fusion_lab.rocm.profiled import ask, chosen_program, known
 from fusion_lab.rocm.rocprof_compute import RocprofCompute
 from fusion_lab.rocm.rocprof_sys import RocprofSys
 from fusion_lab.rocm.rocprofv3 import Rocprofv3
@@ -58,7 +58,7 @@ def make_wrapper(name, options, directory, own_flags):
 def run_pytorch(options, directory, own_flags):
     """PyTorch's own profiler: a session of run_pytorch_profiler.sh, which ends with the same exit codes."""
     program = ["--program", options.program] if options.program else []
-    sizes = ask(chosen_program(options.program), []).known(QUICK_SIZES) if options.quick else []
+    sizes = known(ask(chosen_program(options.program), [])[0], QUICK_SIZES) if options.quick else []
     script = os.environ.get("PYTORCH_PROFILER_SCRIPT") or os.path.join(ROOT, "run_pytorch_profiler.sh")
     command = Command([script, "--profile-dir", str(directory), *program, *sizes, *own_flags],
                       log="pytorch.log")
@@ -105,9 +105,9 @@ def run_all(arguments):
     wrappers = {name: make_wrapper(name, options, place, own_flags) for name, place in places.items()
                 if name in WRAPPERS}
     if options.preflight:
-        return worst_code([session.profile(wrapper) for wrapper in wrappers.values()])
+        return worst_code([session.profile(wrapper).code for wrapper in wrappers.values()])
     if not options.dry_run:
-        session.make_fresh(directory, options)
+        files.claim(str(directory), bool(options.output_dir), options.force)
     outcomes = {name: Outcome(None, "not started: interrupted") for name in names}
     for name, place in places.items():
         say("", f"# {name}")

@@ -16,6 +16,7 @@ from collections import defaultdict
 from fusion_lab.measuring.roctx import BLIND, GRAPHS
 from fusion_lab.measuring.trace.kinds import kind_of_kernel
 from fusion_lab.rocm import records, timeline
+from fusion_lab.training import files
 from fusion_lab.training.files import EXIT_CODES, NO_DATA, OK, USAGE, UserError, exit_code, printable
 from fusion_lab.training.flags import Parser
 
@@ -28,15 +29,15 @@ ADDITIVE = re.compile(r"(SQC?|T[AD]|TC[ACP]|GRBM|CP[CF]|SPI|GL[012]\w*|GCEA|GCR|
 
 def read_json(path):
     """A JSON object, or {}: these files describe a result, they are not the result."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        return json.loads(path.read_text(errors="replace"))
+    with contextlib.suppress(UserError):
+        return files.read_json(path)
     return {}
 
 
 def performance_of(directory):
     """What the profiled program measured of itself, by its own summary below a session's directory; or {}."""
-    files = records.result_files(directory, "performance_summary*.json")
-    return read_json(files[0]).get("performance_summary", {}) if files else {}
+    found = records.result_files(directory, "performance_summary*.json")
+    return read_json(found[0]).get("performance_summary", {}) if found else {}
 
 
 def graph_figures(directory, traces, launches, steps):
@@ -64,7 +65,7 @@ def counter_figures(rows):
 def summarize(directory):
     """Everything known about one result directory, as in rocprofv3_summary.json. Raises UserError."""
     directory = pathlib.Path(directory)
-    totals, source, files = records.read_kernels(directory)
+    totals, source, names = records.read_kernels(directory)
     counters, traces = records.read_counters(directory), timeline.read_traces(directory)
     launches, total = (sum(column) for column in zip((0, 0), *totals.values(), strict=True))
     session = read_json(directory / "manifest.json")
@@ -77,7 +78,7 @@ def summarize(directory):
             figures.items(), key=lambda item: (-item[1][1], item[0]))}
     kinds = records.add_up((kind_of_kernel(name), *figures) for name, figures in totals.items())
     return {
-        "directory": str(directory), "source": source, "files": files, "distinct_kernels": len(totals),
+        "directory": str(directory), "source": source, "files": names, "distinct_kernels": len(totals),
         "launches": launches, "kernel_time_ms": total / 1e6,
         "steps": steps, "steps_counted": session.get("steps_counted"),
         "launches_per_step": launches / steps if whole else None,
@@ -118,8 +119,9 @@ def render(summary):
         lines += ["", title] * bool(summary[key])
         lines += [f"{name:<32}{value:>20.1f}" for name, value in sorted(summary[key].items())]
     if summary["steps"] and summary["launches_per_step"] is None:
-        lines += ["Caution: {recorded} of {expected} kernels of graphs were recorded, so a step's number is "
-                  "unknown. ".format(**summary["graphs"]) + GRAPHS]
+        recorded, expected = summary["graphs"]["recorded"], summary["graphs"]["expected"]
+        lines += [f"Caution: {recorded} of {expected or 'an unknown number of'} kernels of graphs were "
+                  f"recorded, so a step's number is unknown. {GRAPHS}"]
     if summary["launches_without_kernels"]:
         lines += [f"Caution: {summary['launches_without_kernels']} launches of a process, no kernel. {BLIND}"]
     if summary["counted"] > summary["launches"]:

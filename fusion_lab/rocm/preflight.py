@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from fusion_lab.rocm.failures import OLD_PANDAS, TWO_ROCMS, known_failure
-from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError
+from fusion_lab.training.files import MISSING, NO_GPU, OK, UserError
 
 
 @dataclass
@@ -73,42 +73,37 @@ def find_tool(name, *help_arguments):
     return tool
 
 
-@dataclass
-class Problem:
-    code: int
-    what: str
-    advice: str
-
-
-def tool_problems(tool, install_hint):
+def tool_problems(tool, package):
+    """(exit code, what is wrong, what to do) of each problem; so do the following."""
     if tool.path is None:
-        yield Problem(MISSING, f"{tool.name} not found on PATH and in "
-                      f"{os.environ.get('ROCM_PATH', '/opt/rocm')}/bin", install_hint)
+        tree = os.environ.get("ROCM_PATH", "/opt/rocm")
+        yield (MISSING, f"{tool.name} not found on PATH and in {tree}/bin",
+               f"Install the package {package} (ROCm 6.3 or newer), beside ROCm from pip the wheel "
+               "rocm-profiler (7.13 or newer), or set ROCM_PATH.")
     elif tool.trouble:
         said, _, advice = known_failure(tool.trouble) or (
             tool.trouble.splitlines()[-1], MISSING, f"See what {shlex.join([tool.path, '--help'])} prints.")
-        yield Problem(MISSING, f"{tool.path} does not start ({said})", advice)
+        yield (MISSING, f"{tool.path} does not start ({said})", advice)
 
 
-def program_problems(profiled):
+def program_problems(torch, trouble):
     """Of the program, of the torch that it runs with, and of the GPUs that this one sees."""
-    torch = profiled.answer
-    if profiled.trouble:
-        yield Problem(MISSING, profiled.trouble,
-                      "--program names the program, PYTHON the interpreter that has torch.")
+    if trouble:
+        yield (MISSING, trouble,
+               "--program names the program, PYTHON the interpreter that has torch.")
     elif not torch["hip"]:
-        yield Problem(MISSING, f"torch {torch['torch']} is not a ROCm build",
-                      f"Install one for {sys.executable} (https://pytorch.org, choose ROCm), or set PYTHON.")
+        yield (MISSING, f"torch {torch['torch']} is not a ROCm build",
+               f"Install one for {sys.executable} (https://pytorch.org, choose ROCm), or set PYTHON.")
     elif not torch["gpus"]:
-        yield Problem(NO_GPU, f"torch {torch['torch']} sees no GPU",
-                      "Look at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and at what rocminfo says.")
+        yield (NO_GPU, f"torch {torch['torch']} sees no GPU",
+               "Look at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and at what rocminfo says.")
     kfd = os.environ.get("KFD_DEVICE", "/dev/kfd")
     if not os.path.exists(kfd):
-        yield Problem(NO_GPU, f"no {kfd}", "No AMD GPU, the amdgpu driver is not loaded, or a container "
-                      "without --device=/dev/kfd --device=/dev/dri --group-add video --group-add render.")
+        yield (NO_GPU, f"no {kfd}", "No AMD GPU, the amdgpu driver is not loaded, or a container "
+               "without --device=/dev/kfd --device=/dev/dri --group-add video --group-add render.")
     elif not os.access(kfd, os.R_OK | os.W_OK):
-        yield Problem(NO_GPU, f"no permission for {kfd}", "Join its groups (sudo usermod -aG render,video "
-                      "$USER) and log in again; in a container, --group-add video --group-add render.")
+        yield (NO_GPU, f"no permission for {kfd}", "Join its groups (sudo usermod -aG render,video "
+               "$USER) and log in again; in a container, --group-add video --group-add render.")
 
 
 def mismatch_warnings(tool, torch):
@@ -130,16 +125,16 @@ def pandas_warnings(tool):
             yield f"{python[1]} has pandas {version.strip()}. {OLD_PANDAS}"
 
 
-def worst_code(problems):
-    """The exit code for all of them: what is missing comes first, then the GPU."""
-    codes = {problem.code for problem in problems}
-    return next((code for code in (MISSING, NO_GPU, FAILED) if code in codes), OK)
+def worst_code(codes):
+    """The exit code for all of them: what is missing (3) comes before the GPU (4)."""
+    return min(filter(None, codes), default=OK)
 
 
 def refuse(problems):
     """Raise UserError with every problem, or return."""
     if problems:
-        raise UserError("; ".join(problem.what for problem in problems), worst_code(problems),
+        codes, said, _ = zip(*problems, strict=True)
+        raise UserError("; ".join(said), worst_code(codes),
                         (f"cannot profile here, {len(problems)} problem(s); nothing was run:",
-                         *(f"  - {problem.what}. {problem.advice}" for problem in problems),
+                         *(f"  - {what}. {advice}" for _, what, advice in problems),
                          "--dry-run shows the commands, --skip-preflight skips these checks."))

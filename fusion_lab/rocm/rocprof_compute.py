@@ -23,8 +23,7 @@ class RocprofCompute(Wrapper):
                 "--deterministic"]
     sizes = [("--seq-len", "32")]
     help_arguments = ("profile", "--help")
-    install_hint = ("Install the package rocprofiler-compute (ROCm 6.3 or newer), beside ROCm from pip the "
-                    "wheel rocm-profiler (7.13 or newer), or set ROCM_PATH.")
+    package = "rocprofiler-compute"
 
     @classmethod
     def add_options(cls, parser):
@@ -48,11 +47,9 @@ class RocprofCompute(Wrapper):
         name = options.output_name
         if name is not None and not re.fullmatch(r"[A-Za-z0-9_]{1,26}", name):  # what 3.0 takes
             raise UserError(f"--output-name: {name!r}; allowed are letters, digits and _, at most 26 of them")
-        if roof and options.no_roof:
-            raise UserError("--no-roof: contradicts --roof-only and --mode roof")
-        if self.continues and partly or reading and not self.continues:
-            raise UserError("--list-stats, --dispatch: are for --mode analyze, --roof-only and --no-roof "
-                            "for --mode profile. Profile first, then run again to analyze.")
+        if roof and options.no_roof or self.continues and partly or reading and not self.continues:
+            raise UserError("--mode, --roof-only, --no-roof, --list-stats, --dispatch contradict each other: "
+                            "profile first, then run again to analyze")
         if self.continues and own_flags:
             raise UserError(f"{shlex.join(own_flags)}: --mode analyze runs no trainer")
         self.parts = ["roof"] if roof else ["counters"] if options.no_roof else ["counters", "roof"]
@@ -68,7 +65,7 @@ class RocprofCompute(Wrapper):
 
     def files(self):
         """rocprof-compute joins the program's words by spaces and splits them again: give it simple ones."""
-        words = [sys.executable, self.profiled.path, *self.program_flags]
+        words = [sys.executable, self.program, *self.program_flags]
         script = f"import os\n\nwords = {words!r}\nos.chdir({os.getcwd()!r})\nos.execv(words[0], words)\n"
         return {} if self.continues else {"workload.py": script}
 
@@ -93,9 +90,6 @@ class RocprofCompute(Wrapper):
 
     def analyze_commands(self):
         places = {part: path for part in self.parts if (path := self.workload_directory(part))}
-        if not places and self.options.dry_run:
-            self.notes.append("GPU_MODEL stands for the folder that profiling creates")
-            places = {"counters": f"{self.directory}/workloads/{self.name}_counters/GPU_MODEL"}
         if not places:
             raise UserError(f"{self.directory}: no workload {self.name}_* there. Run "
                             f"./{self.script} first, or name its directory with -o.")

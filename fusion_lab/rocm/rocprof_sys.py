@@ -16,9 +16,7 @@ class RocprofSys(Wrapper):
     script, executable, default_dir = "run_rocprof_sys.sh", "rocprof-sys-python", "rocprof_sys_profiles_v2"
     workload = ["--batch-size", "2", "--num-steps", "3", "--warmup-steps", "1"]
     sizes = [("--seq-len", "16")]
-    install_hint = ("Install the package rocprofiler-systems (ROCm 6.3 or newer), beside ROCm from pip the "
-                    "wheel rocm-profiler (7.13 or newer), or set ROCM_PATH. Where only its Python part is "
-                    "missing: rocprof-sys-sample -- python3 PROGRAM")
+    package = "rocprofiler-systems"
     components = "wall_clock trip_count cpu_clock peak_rss page_rss"
 
     @classmethod
@@ -31,7 +29,7 @@ class RocprofSys(Wrapper):
 
     def commands(self):
         modules = self.options.modules
-        modules = modules or [pathlib.Path(self.profiled.path).stem, "torch/nn/modules", "torch/optim"]
+        modules = modules or [pathlib.Path(self.program).stem, "torch/nn/modules", "torch/optim"]
         self.notes.append("on ROCm 7.13 and newer the GPU side covers the measured steps only, because "
                           "rocprof-sys hears the program's start and stop there")
         environment = {  # all explicit: the defaults depend on each other, and changed with ROCm 7.1 and 10.1
@@ -43,12 +41,12 @@ class RocprofSys(Wrapper):
         # The script itself follows `--`, never `python`: the launcher compiles that word as Python source.
         arguments = ["--module-restrict", *modules, "--function-exclude", "_call_impl"]
         return [Command([self.tool.path or self.executable, *self.with_tool_options(arguments), "--",
-                         self.profiled.path, *self.program_flags], environment,
+                         self.program, *self.program_flags], environment,
                         ("ROCPROFSYS_OUTPUT_PREFIX", "ROCPROFSYS_CONFIG_FILE", INHERITED))]
 
     def loader_path(self):
         """Torch's own GPU libraries, for the loader: without, early releases see nothing of the GPU."""
-        path = self.profiled.answer.get("torch_path")
+        path = self.answer.get("torch_path")
         places = path and [os.path.join(os.path.dirname(path), "lib"), os.environ.get("LD_LIBRARY_PATH")]
         return {"LD_LIBRARY_PATH": ":".join(filter(None, places))} if path else {}
 
@@ -59,7 +57,7 @@ class RocprofSys(Wrapper):
     def judge(self, log_text):
         """The launcher returns 0 when the script fails, so look at what the script left behind."""
         raised = re.search(r"^Exception - (.*)$", log_text, re.MULTILINE)
-        said = re.search(rf"^{re.escape(os.path.basename(self.profiled.path))}: error: (.*)", log_text,
+        said = re.search(rf"^{re.escape(os.path.basename(self.program))}: error: (.*)", log_text,
                          re.MULTILINE)
         if said:
             return PROGRAM_FAILED, said[1][:200]

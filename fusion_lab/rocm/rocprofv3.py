@@ -19,7 +19,7 @@ class Rocprofv3(Wrapper):
     """GPU kernel trace with rocprofv3: which kernels ran, how often, how long, of what kind."""
     script, executable, default_dir = "run_rocprofv3.sh", "rocprofv3", "rocprofv3_profiles_v2"
     workload = ["--num-steps", "10", "--warmup-steps", "3"]
-    install_hint = "Install the package rocprofiler-sdk (ROCm 6.3 or newer), or set ROCM_PATH."
+    package = "rocprofiler-sdk"
     switches = {"--hip-trace": "HIP API calls as well",
                 "--runtime-trace": "HIP API, markers, copies, allocations",
                 "--sys-trace": "as --runtime-trace, and HSA and compiler API; very large",
@@ -69,7 +69,7 @@ class Rocprofv3(Wrapper):
         arguments += ["--output-format", "csv", *["pftrace"] * options.pftrace, "--output-directory",
                       self.directory, "--output-file", "process_%pid%"]
         return [Command([self.tool.path or self.executable, *self.with_tool_options(arguments), "--",
-                         sys.executable, self.profiled.path, *self.program_flags],
+                         sys.executable, self.program, *self.program_flags],
                         unset_env=("ROCPROF_OUTPUT_FORMAT", "ROCPROF_OUTPUT_PATH", "ROCPROF_OUTPUT_FILE_NAME",
                                    INHERITED))]
 

@@ -92,12 +92,12 @@ def run(command, directory, timeout):
             signal_group(process, signal.SIGKILL)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-    seconds = time.monotonic() - start
+    ended = Outcome(process.returncode, "", directory, time.monotonic() - start)
     if asked:
-        return Outcome(128 + asked[0], f"got {signal.Signals(asked[0]).name}", directory, seconds)
-    if late:
-        return Outcome(TIMEOUT, f"stopped after {seconds:.0f} s by --timeout", directory, seconds)
-    return Outcome(process.returncode, "", directory, seconds)
+        ended.code, ended.reason = 128 + asked[0], f"got {signal.Signals(asked[0]).name}"
+    elif late:
+        ended.code, ended.reason = TIMEOUT, f"stopped after {ended.seconds:.0f} s by --timeout"
+    return ended
 
 
 def signal_group(process, number):
@@ -120,14 +120,6 @@ def failure(ended, log_text):
     return PROGRAM_FAILED, last_exception(log_text)[1] or f"it ended with exit code {ended.code}"
 
 
-def make_fresh(directory, options, keep=False):
-    """Make the directory of a session and hold it; what is in it is set aside, if the user did not name it or
-    wants it so. Raises UserError."""
-    if not keep and pathlib.Path(directory) in (pathlib.Path.cwd(), *pathlib.Path.cwd().parents):
-        raise UserError(f"-o {directory}: holds the current directory, which --force would set aside")
-    files.claim(str(directory), bool(options.output_dir), options.force, resumed=keep)
-
-
 def profile(wrapper):
     """Check, make room, run, judge, report. Raises UserError where nothing was run."""
     commands, options, log, code, reason = wrapper.commands(), wrapper.options, "", OK, ""
@@ -138,12 +130,12 @@ def profile(wrapper):
     problems = [] if skipped else list(wrapper.problems())
     wrapper.notes += [] if skipped else [f"warning: {text}" for text in wrapper.warnings()]
     if options.preflight:
-        say(*wrapper.about(), *wrapper.notes, *(f"problem: {each.what}. {each.advice}" for each in problems))
-        code = preflight.worst_code(problems)
+        say(*wrapper.about(), *wrapper.notes, *(f"problem: {what}. {advice}" for _, what, advice in problems))
+        code = preflight.worst_code(code for code, *_ in problems)
         say("can profile here" if code == OK else f"cannot profile here: {MEANING[code]}")
         return Outcome(code)
     preflight.refuse(problems)
-    make_fresh(wrapper.directory, options, keep=wrapper.continues)
+    files.claim(wrapper.directory, bool(options.output_dir), options.force, resumed=wrapper.continues)
     for path in (wrapper.records, *(os.path.join(wrapper.directory, command.log) for command in commands)):
         if wrapper.continues and (moved := files.set_aside(path)):
             wrapper.notes.append(f"{path} is now {moved}")
@@ -178,18 +170,19 @@ def profile(wrapper):
 def write_records(wrapper, commands):
     """What is run (command.txt), in which environment (env.txt), and the files that the commands need."""
     os.makedirs(wrapper.records, exist_ok=True)
-    for name, content in wrapper.files().items():
-        files.write_text(os.path.join(wrapper.directory, name), content)
     variables = [f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if name.startswith(RECORDED)]
     files.write_text(os.path.join(wrapper.records, "env.txt"), "".join(variables))
     files.write_text(os.path.join(wrapper.records, "command.txt"), wrapper.script_text(commands))
+    for name, content in wrapper.files().items():
+        files.write_text(os.path.join(wrapper.directory, name), content)
 
 
 def write_manifest(wrapper, commands, outcome):
-    """How it ended, and the steps that kernels are counted for: nobody knows those of a failed program."""
-    steps = (None, None)
-    if wrapper.profiled.steps() and outcome.code == OK:
-        measured, warmup = wrapper.profiled.steps()
+    """How it ended, and the steps that kernels are counted for: nobody knows those of a failed program, and a
+    mode has none."""
+    training, steps = wrapper.answer.get("training_params", {}), (None, None)
+    if outcome.code == OK and "num_steps" in training and not wrapper.answer["asked"]:
+        measured, warmup = training["num_steps"], training.get("warmup_steps", 0)
         steps = (measured, f"{measured} measured steps, nothing else") if wrapper.selected else (
             measured + warmup, f"{measured} measured + {warmup} warm-up steps, {wrapper.counted}")
     files.write_json(os.path.join(wrapper.records, "manifest.json"), {

@@ -28,18 +28,11 @@ SWITCHES = {"--force": "use a directory that is not empty: what is in it is set 
             "--skip-preflight": "start without checking the machine"}
 
 
-class Parser(flags.Parser):
-    """Wrong use is a UserError."""
-
-    def error(self, message):
-        raise UserError(message)
-
-
 def parse(arguments, script, about, default_dir, timeout, add_options):
     """(options of a script, flags of the program): what the script does not know is the program's."""
     default = os.path.basename(DEFAULT_PROGRAM)
-    parser = Parser(prog=script, description=about, epilog=EPILOG,
-                    usage=f"./{script} [options] [--] [flags of {default}]")
+    parser = flags.Parser(prog=script, description=about, epilog=EPILOG,
+                          usage=f"./{script} [options] [--] [flags of {default}]")
     parser.add_argument("--program", metavar="FILE",
                         help=f"the program to profile (default: {default} next to this script)")
     parser.add_argument("-o", "--output-dir", metavar="DIR", help="fresh directory for the results "
@@ -56,7 +49,7 @@ def parse(arguments, script, about, default_dir, timeout, add_options):
 
 class Wrapper:
     """A subclass adds options, command lines and the verdict on what was written."""
-    script = executable = default_dir = install_hint = ""
+    script = executable = package = default_dir = ""
     timeout = 3600
     workload = []                  # flags of the program before the user's, besides OUTER
     sizes = []                     # the same, (flag, value), for programs that have these flags
@@ -68,7 +61,7 @@ class Wrapper:
     def __init__(self, options, own_flags):
         self.options, self.own_flags, self.notes = options, own_flags, []
         self.directory = self.records = os.path.abspath(options.output_dir or self.default_dir)
-        self.profiled = profiled.Profiled(profiled.chosen_program(options.program))
+        self.program, self.answer, self.trouble = profiled.chosen_program(options.program), {}, ""
         self.tool = preflight.find_tool(self.executable, *self.help_arguments)
 
     @classmethod
@@ -84,9 +77,9 @@ class Wrapper:
         wrapper = cls(*parse(arguments, cls.script, about, cls.default_dir, cls.timeout, cls.add_options))
         wrapper.sizes = wrapper.sizes if sizes is None else sizes
         if not wrapper.continues:
-            wrapper.profiled = profiled.ask(wrapper.profiled.path, wrapper.flags_with([]))
-            if wrapper.profiled.trouble:
-                wrapper.notes.append(f"flags were not judged: {wrapper.profiled.trouble}")
+            wrapper.answer, wrapper.trouble = profiled.ask(wrapper.program, wrapper.flags_with([]))
+            if wrapper.trouble:
+                wrapper.notes.append(f"flags were not judged: {wrapper.trouble}")
         return wrapper
 
     def flags_with(self, words):
@@ -95,11 +88,11 @@ class Wrapper:
 
     @property
     def program_flags(self):
-        return self.flags_with(self.profiled.known([NO_GRAPHS, *self.sizes]))
+        return self.flags_with(profiled.known(self.answer, [NO_GRAPHS, *self.sizes]))
 
     def replays_graphs(self):
         """Whether the user asked for a graph of the whole step, as far as the program tells."""
-        fusion = self.profiled.answer.get("fusion_config", {})
+        fusion = self.answer.get("fusion_config", {})
         return "--enable-cuda-graphs" in self.own_flags and fusion.get("enable_cuda_graphs", True)
 
     def has(self, option):
@@ -129,23 +122,23 @@ class Wrapper:
 
     def problems(self):
         """Everything that stands in the way."""
-        yield from preflight.tool_problems(self.tool, self.install_hint)
+        yield from preflight.tool_problems(self.tool, self.package)
         if not self.continues:
-            yield from preflight.program_problems(self.profiled)
+            yield from preflight.program_problems(self.answer, self.trouble)
 
     def warnings(self):
         """What may be right, but explains many a failure."""
-        yield from preflight.mismatch_warnings(self.tool, self.profiled.answer)
+        yield from preflight.mismatch_warnings(self.tool, self.answer)
 
     def about(self):
         """The tool and the torch, for whom it may concern."""
-        torch, tool = self.profiled.answer, f"{self.tool}: {self.tool.path}"
+        torch, tool = self.answer, f"{self.tool}: {self.tool.path}"
         return [tool, f"torch {torch['torch']} for ROCm {torch['hip']}, {torch['gpus']} GPU(s): "
                 f"{torch['torch_path']}"] if torch else [tool]
 
     def explain(self, code, reason, log_text):
         """Exit code and reason of a failed command, where the tool's output tells more than its code."""
-        crash = failures.crash_of_tool(log_text, self.profiled.path) if code == PROGRAM_FAILED else None
+        crash = failures.crash_of_tool(log_text, self.program) if code == PROGRAM_FAILED else None
         return (FAILED, f"{self.executable} itself failed: {crash}") if crash else (code, reason)
 
     def script_text(self, commands):

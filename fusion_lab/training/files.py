@@ -119,6 +119,8 @@ def claim(path, named=False, force=False, resumed=False):
     if earlier and not resumed:
         if named and not force:
             raise UserError(f"{path} is not empty: name a fresh directory, or add --force")
+        if f"{os.getcwd()}{os.sep}".startswith(f"{os.path.realpath(path)}{os.sep}"):
+            raise UserError(f"{path} cannot be set aside: the current directory is in it")
         print(f"{path} held earlier results, which are in {set_aside(path)} now")
         return claim(path)
     return path

@@ -163,7 +163,7 @@ def sessions():
         Verb("session", (f"{session} {SMALL} --profile-steps 3 --profile-dir p",
                          "profile_summary.py r --json"), report, prepare=as_rocprofv3,
              holds=the_same_kernels, null=(*unknown, "steps", "launches_per_step", "kernel_time_ms_per_step",
-                                           "memory_copies", "memory_gb_per_s", "comparison")),
+                                           "steps_counted", "graphs", "memory_copies", "compared")),
         Verb("roofline", (f"{session} {SMALL} --profile-steps 2 --profile-dir p --roofline",), report,
              null=unknown),
         Verb("study", (f"{points} --num-runs 1 {block}", f"{points} --num-runs 2 {block}"),
@@ -188,7 +188,7 @@ def as_rocprofv3(directory, number):
     (directory / "r").mkdir()
     with open(directory / "r" / "1_kernel_trace.csv", "w", newline="") as file:
         writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
-        writer.writerow(("Kind", "Agent_Id", "Dispatch_Id", "Kernel_Name", "Start_Timestamp",
+        writer.writerow(("Kind", "Agent_Id", "Correlation_Id", "Kernel_Name", "Start_Timestamp",
                          "End_Timestamp"))
         for number, (name, start, end) in enumerate(kernels_of(directory), 1):
             writer.writerow(("KERNEL_DISPATCH", 1, number, name, start, end))
@@ -207,7 +207,7 @@ def the_same_kernels(result, directory):
     total = sum(end - start for _, start, end in kernels) / 1e6
     if not kernels or result["launches"] != len(kernels):
         yield f"{result['launches']} launches, {len(kernels)} in the trace"
-    if not math.isclose(sum(row["time_ms"] for row in result["by_kind"]), total, rel_tol=1e-3):
+    if not math.isclose(sum(row["time_ms"] for row in result["by_kind"].values()), total, rel_tol=1e-3):
         yield f"other times than the trace's {total} ms"
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from fusion_lab.rocm import preflight
 from fusion_lab.rocm.preflight import Tool
-from fusion_lab.rocm.profiled import Profiled
-from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK
+from fusion_lab.training.files import MISSING, NO_GPU, OK
 from tests.rocm.fake_rocm.machine import TOOLS, every_tool, everywhere, start
 
 
@@ -28,7 +27,7 @@ def test_every_problem_of_every_tool_at_once(machine):
     assert done.returncode == 3 and not list(workplace.iterdir())
     for words in ("not found on PATH", "is not a ROCm build", "no /nonexistent/kfd", "cannot profile here"):
         assert done.stdout.count(words) == 3
-    assert done.stdout.count("the wheel rocm-profiler (7.13 or newer)") == 2
+    assert done.stdout.count("rocm-profiler (7.13 or newer)") == 3
     done = start("rocprofv3")
     assert done.returncode == 3 and "3 problem(s)" in done.stderr and len(done.stderr.splitlines()) < 9
 
@@ -46,14 +45,9 @@ def test_a_program_that_cannot_be_asked(machine):
 def test_no_permission(monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setenv("KFD_DEVICE", "/dev/null")
-    *_, problem = preflight.program_problems(Profiled("", trouble="x"))
-    assert problem.code == NO_GPU and "usermod -aG render,video" in problem.advice
-
-
-def test_two_rocms_are_warned_of(machine):
-    machine("7.0", FAKE_HIP="6.3.42")
-    done = start("rocprofv3")
-    assert done.returncode == 0 and "torch is built for ROCm 6.3" in done.stdout
+    missing, gpu = preflight.program_problems({}, "x")
+    assert (missing[0], gpu[0]) == (MISSING, NO_GPU) and "usermod -aG render,video" in gpu[2]
+    assert preflight.worst_code([NO_GPU, MISSING, OK]) == MISSING and preflight.worst_code([]) == OK
 
 
 @pytest.mark.parametrize("pandas, warned", [("2.3.3", False), ("3.1.1", True)])
@@ -94,6 +88,9 @@ def test_a_tool_of_the_wheels_comes_before_the_system_s(wheels, machine, monkeyp
     torch = {"hip": "7.14.1", "torch_path": str(wheels / "torch" / "__init__.py")}
     assert not [*preflight.mismatch_warnings(tool, torch), *preflight.mismatch_warnings(script, torch)]
     system = Tool("rocprofv3", "/opt/rocm/bin/rocprofv3", rocm="7.14")
+    older = Tool("rocprofv3", "/opt/rocm/bin/rocprofv3", rocm="7.0")
+    elsewhere = torch | {"torch_path": "/x/y"}
+    assert "built for ROCm 7.14" in next(preflight.mismatch_warnings(older, elsewhere))
     assert "PYTHON=venv/bin/python" in next(preflight.mismatch_warnings(system, torch))
 
 
@@ -101,10 +98,3 @@ def test_options_of_a_help_text():
     text = ("usage: tool [--not-this]\n  -k, --kernel-trace    see --pmc\n  --stats\twords --none\n"
             "  --a-b [FILE]   x\n")
     assert preflight.options_in(text) == {"--kernel-trace", "--stats", "--a-b"}
-
-
-def test_what_is_missing_comes_before_the_gpu():
-    def worst(*codes):
-        return preflight.worst_code([preflight.Problem(code, "", "") for code in codes])
-    assert (worst(FAILED, NO_GPU, MISSING), worst(FAILED, NO_GPU), worst(FAILED), worst()) == (
-        MISSING, NO_GPU, FAILED, OK)

@@ -18,7 +18,7 @@ def test_how_rocprof_sys_is_called(arguments, modules, rocpd, machine, monkeypat
     found = wrapper("rocprof-sys", "-o", "out", *arguments, "--seed", "3")
     command, = found.commands()
     assert command.argv == [found.tool.path, "--module-restrict", *modules, "--function-exclude",
-                            "_call_impl", "--", found.profiled.path, *found.program_flags]  # never python
+                            "_call_impl", "--", found.program, *found.program_flags]  # never python
     assert command.set_env == dict(
         ROCPROFSYS_TRACE="ON", ROCPROFSYS_PROFILE="ON", ROCPROFSYS_USE_ROCPD=rocpd,
         ROCPROFSYS_TIMEMORY_COMPONENTS="wall_clock trip_count cpu_clock peak_rss page_rss",

@@ -25,7 +25,7 @@ def test_how_rocprofv3_is_called(release, arguments, expected, machine):
     assert command.argv == [
         found.tool.path or "rocprofv3", "--kernel-trace", "--stats", *expected, "--output-format", "csv",
         "--output-directory", found.directory, "--output-file", "process_%pid%", *found.options.tool_option,
-        "--", sys.executable, found.profiled.path, *found.program_flags]
+        "--", sys.executable, found.program, *found.program_flags]
     assert set(command.unset_env) == {"ROCPROF_OUTPUT_FORMAT", "ROCPROF_OUTPUT_PATH",
                                       "ROCPROF_OUTPUT_FILE_NAME", "ROCPROFILER_REGISTER_LIBRARY"}
     assert any("whole run" in note for note in found.notes) == (release == "6.3")

@@ -59,14 +59,6 @@ def test_dry_run_without_the_tool_is_a_script_that_the_tools_accept(name, machin
 
 
 @every_door
-def test_help_and_wrong_use(name, machine):
-    machine(None)
-    done = start(name, "--help")
-    assert done.returncode == 0 and "default" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 112 and len(done.stdout.splitlines()) < 60
-
-
-@every_door
 def test_flags_that_the_program_refuses(name, machine, tmp_path):
     """Its one line and its code; nothing ran, nothing was written."""
     workplace = machine("7.0")
