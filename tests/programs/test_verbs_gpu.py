@@ -188,10 +188,10 @@ def as_rocprofv3(directory, number):
     (directory / "r").mkdir()
     with open(directory / "r" / "1_kernel_trace.csv", "w", newline="") as file:
         writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
-        writer.writerow(("Kind", "Agent_Id", "Correlation_Id", "Kernel_Name", "Start_Timestamp",
-                         "End_Timestamp"))
+        writer.writerow(("Kind", "Agent_Id", "Correlation_Id", "Kernel_Name", "Correlation_Id",
+                         "Start_Timestamp", "End_Timestamp"))
         for number, (name, start, end) in enumerate(kernels_of(directory), 1):
-            writer.writerow(("KERNEL_DISPATCH", 1, number, name, start, end))
+            writer.writerow(("KERNEL_DISPATCH", 1, number, name, number, start, end))
 
 
 def kernels_of(directory):

@@ -29,7 +29,8 @@ NULL = {  # figures that may be null, and why
     "mfu": "of a device whose peak is unknown", "p_l2_long": "of proteins with no such pair",
     "speedup_low": "of the baseline, and of fewer than six rounds", "speedup_high": "the same",
     "touched_sublayers": "of compiled rows, CUDA graphs and the baseline", "touched_share": "the same",
-    "amdahl_ceiling": "the same", "amdahl_reached": "the same"}
+    "amdahl_ceiling": "the same", "amdahl_reached": "the same",
+    "graph_kernels": "of a step without a CUDA graph"}
 PHASES = {f"{kind}_{phase}_time" for kind in ("avg", "median")  # null where a step is one CUDA graph
           for phase in ("forward", "backward", "optimizer")}
 POSITIVE = {"median_batch_time", "p20_batch_time", "p80_batch_time", "avg_batch_time", "avg_training_speed",
