@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from dataclasses import asdict, fields
+from functools import partial
 
 from fusion_lab.training import files, torchrun
 from fusion_lab.training.files import EXIT_CODES
@@ -29,8 +30,8 @@ def judge(name, **known):
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(*TURNS)
     os.environ.setdefault(*PROFILER_WORDS)
-    program = Program(**known)
-    if code := files.exit_code(lambda argv: check_early(program, argv), with_demo(sys.argv[1:]), program.name):
+    program, argv = Program(**known), with_demo(sys.argv[1:])
+    if code := files.exit_code(partial(check_early, program), argv, program.name):
         sys.exit(code)
 
 
