@@ -615,7 +615,7 @@ class Trainer:
             with self.preserved():
                 self.graph = GraphedStep(self.eager_step, batch, self.device)
         loss = self.graph(batch)
-        for _ in ("forward", "backward"):
+        for _ in ("forward", "backward"):  # the first has all of the graph's time
             mark()
         return loss
 
@@ -658,8 +658,8 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 
 def run_steps(trainer, source, profiling, found, metrics, stop):
-    """Steps up to --num-steps, until a signal, or until --early-stopping has had enough. Returns (losses,
-    (steps, 4) seconds by phase)."""
+    """Steps up to --num-steps, until a signal, or until --early-stopping has had enough; found is what
+    warm_up() measured. Returns (losses, (steps, 4) seconds by phase)."""
     training, world, losses = trainer.training, trainer.world, []
     timer = PhaseTimer(trainer.device, PHASES, profiling.enter, profiling.leave)
     steps = range(trainer.step_number, training.num_steps)
@@ -680,16 +680,17 @@ def run_steps(trainer, source, profiling, found, metrics, stop):
                                (training.log_every, training.save_every, training.eval_every))
             if not (log or keep or look or world.size == 1 and stop.signal):
                 continue  # the host runs ahead of the GPU
-            stop.signal = world.any(stop.signal)  # all ranks know, after the same step
+            asked = world.any(stop.signal)  # all ranks know, after the same step; later it may come to one
             reporting.require_finite(losses[-1], done)  # before it is saved
             metrics.flush()  # before a checkpoint knows of these steps
-            if log or stop.signal:
+            if log or asked:
                 memory = peak_megabytes(trainer.device, found)
                 say(reporting.step_line(trainer, losses[-1], timer, memory))
-            if look and not (last or stop.signal):
+            if look and not (last or asked):
                 with profiling.paused(), unmeasured_memory(trainer.device, found):
                     evaluate(trainer, source, metrics, stop, say)
-            ending = last or stop.signal or out_of_patience(trainer)
+                asked = world.any(stop.signal)
+            ending = last or asked or out_of_patience(trainer)
             if training.save_checkpoint and (keep or ending):
                 save(trainer, training.save_checkpoint)
             if ending:
@@ -716,17 +717,19 @@ def train(program, settings, compare_with=None):
             losses, times = run_steps(trainer, source, profiling, found, metrics, stop)
         result = summary.summarise(trainer, found, losses, times)
         path = summary.write(trainer, result)  # before anything that can fail
-        if not stop.signal:
+        asked = world.any(stop.signal)
+        if not asked:
             evaluate(trainer, source, metrics, stop, print, final=True)
+            asked = stop.signal
         summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
         analysis = (write_analysis(trainer, source, found, times, profiling)
                     if settings.profiler.enable_pytorch_profiler else None)
-        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], stop.signal)
+        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], asked)
         if world.first:
             with trainer.averaged():
                 source.finish(trainer, metrics.by_step)
     summary.print_summary(result, path, settings)
-    return 128 + stop.signal if stop.signal else 0
+    return 128 + asked if asked else 0
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class Mlp(nn.Module, Model):
 
 
 class Numbers(Data):
-    """Random vectors and their images under a fixed random map."""
+    """Random vectors and their images under a fixed map."""
 
     def __init__(self, settings):
         self.size, self.seed = (settings.training.batch_size, settings.model.width), settings.training.seed

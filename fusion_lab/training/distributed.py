@@ -31,9 +31,11 @@ class World:
 
     def weight(self, model, batch):
         """What this rank's loss, or each summand of it, weighs in that of all samples."""
-        if self.size == 1 or not hasattr(model, "loss_counts"):
-            return 1 / self.size
+        if self.size == 1:
+            return 1
         counts = model.loss_counts(**batch)  # before the forward pass, when ranks wait least for each other
+        if counts is None:
+            return 1 / self.size
         of_all = counts.clone()
         torch.distributed.all_reduce(of_all)
         return counts / of_all.clamp(min=1)

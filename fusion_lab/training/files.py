@@ -103,9 +103,9 @@ held = {}  # {handle: path} of what this process has locked; its end, a kill too
 
 
 def claim(path, named=False, force=False, resumed=False):
-    """Make the directory of a run's results and hold it for as long as this process lives. What a default one
-    holds is set aside; one that the user named must be empty, or forced, and is set aside then, too. A
-    resumed run goes on in it. Raises UserError."""
+    """Make the directory of a run's results and hold it for as long as this process lives. What is in it
+    already is set aside in a default one, and an error in one that the user named; with force it is set aside
+    there, too. A resumed run goes on in it. Raises UserError."""
     try:
         if os.path.lexists(path):
             os.stat(path)  # a link into nowhere, or a loop of them

@@ -36,6 +36,7 @@ def judge(name, **known):
 
 
 def check_early(program, argv):
+    """Parse for the errors alone; main() does it again, with the whole Program."""
     if program_file(argv, program.name):
         return  # the flags are another program's, which needs torch to be known
     arguments, _, _ = parse(make_parser(program), program, argv)
@@ -191,7 +192,7 @@ def make_parser(program, about=None, prog=None):
         presets.add_argument(DEMO, action="store_true", help="a first run, which learns within two minutes "
                              f"on a CPU: {sizes}; this is what runs without any flag (default: off)")
     presets.add_argument("--enable-all-profiling", action="store_true",
-                         help="records all that the three flags above record (default: off)")
+                         help="records all that the profiler's flags do (default: off)")
     add_modes(parser, program, str if about is None else lambda text: argparse.SUPPRESS)
     parser.add_argument("--program", metavar="FILE", default=None,
                         help=f"another model's file, which ends in its PROGRAM (default: {program.name})")
@@ -280,7 +281,7 @@ def refuse_others(parser, arguments, mode):
                          f"{flag(mode.name)}, which takes {', '.join(map(flag, mode.metadata['mode']))}")
 
 
-def judged(parser, program, arguments):
+def settings_or_exit(parser, program, arguments):
     """read_settings(); impossible values are one line and exit code 2."""
     try:
         return read_settings(program, arguments)
@@ -295,7 +296,7 @@ def parse(parser, program, argv):
     own_mode = next((f for f in own_modes(program) if hasattr(arguments, f.name)), None)
     if own_mode is not None:
         refuse_others(parser, arguments, own_mode)
-    settings = judged(parser, program, arguments)
+    settings = settings_or_exit(parser, program, arguments)
     mode = next((name for name in MODES if getattr(arguments, name[2:].replace("-", "_"))), None)
     for name in OF_COMPARISON:
         if getattr(arguments, name) and mode != "--compare-fusion":

@@ -1,7 +1,7 @@
 """The seam between the lab and a model. Needs no torch.
 
 A Program is three configs whose fields are flags, a Model class and a Data class. Whatever the lab asks is a
-method of these two, with a default here; tests/second_program.py is a small program, which overrides four.
+method of these two, with a default here; tests/second_program.py is a small program, which overrides few.
 Every model's file ends in `PROGRAM = Program(...)`, and the lab's tools get it from there (`--program FILE`).
 """
 import importlib
@@ -33,6 +33,10 @@ class Model:
     def for_loss(self, **batch):
         """forward() for a training step, which needs the loss alone."""
         return self(**batch)
+
+    def loss_counts(self, **batch):
+        """For several ranks: what the loss is a mean over, (1,), or a count for each of the summands that
+        forward returned as "loss_terms"; None: the samples."""
 
     def defined(self, output, batch):
         """{name: tensor} of what forward returned, 0 where a mask of the batch hides it."""
@@ -140,8 +144,8 @@ class Program:
     demo: dict = field(default_factory=dict)  # what --demo sets: a first run that learns in a minute or two
     modes: dict = field(default_factory=dict)  # {its own mode's flag: mode(program, settings) -> exit code}
     model: type = None             # a Model
-    data: type = None              # a Data
-    trainer: type = None           # trainer(program, settings, device), as tiny_openfold_v2.Trainer
+    data: type = None              # data(settings) makes a Data
+    trainer: type = None           # trainer(program, settings, device, world), as tiny_openfold_v2.Trainer
 
     @property
     def name(self):

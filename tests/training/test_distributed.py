@@ -5,6 +5,7 @@ import torch
 from fusion_lab.training import torchrun
 from fusion_lab.training.distributed import ALONE, World
 from fusion_lab.training.files import UserError
+from fusion_lab.training.program import Model
 from fusion_lab.training.torchrun import Place
 
 
@@ -48,11 +49,11 @@ def test_one_alone_asks_nobody(others):
 
 
 def test_a_rank_weighs_its_loss_by_what_it_is_the_mean_of(others):
-    class Counting(torch.nn.Module):
+    class Counting(Model):
         def loss_counts(self, counts):
             return counts
     rank, batch = World(1, 2), dict(counts=torch.tensor([6.0, 4.0, 0.0]))
-    assert rank.weight(torch.nn.Module(), batch) == 0.5 and rank.share(dict(loss=torch.tensor(4.0)), 0.5) == 2
+    assert rank.weight(Model(), batch) == 0.5 and rank.share(dict(loss=torch.tensor(4.0)), 0.5) == 2
     others.append([10, 0, 0])
     weight = rank.weight(Counting(), batch)
     assert weight.tolist() == [0.375, 1, 0]
