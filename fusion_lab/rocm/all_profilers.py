@@ -32,8 +32,7 @@ compare the profilers' overhead, not models. Launches are the trainer's count, k
 
 
 def profiler_list(text):
-    short = {"sys": "rocprof-sys", "compute": "rocprof-compute"}
-    names = [short.get(name.strip(), name.strip()) for name in text.split(",")]
+    names = text.split(",")
     if set(names) - set(NAMES):
         raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of {', '.join(NAMES)}")
     return names
@@ -129,8 +128,6 @@ def conclude(directory, outcomes, arguments, only):
     command_line = shlex.join([f"./{SCRIPT}", *arguments])
     page = summary_page(directory, outcomes, command_line)
     files.write_text(directory / "PROFILING_SUMMARY.md", page)
-    files.write_json(directory / "manifest.json", {"script": SCRIPT, "command": command_line, "profilers": {
-        name: {"result": result_word(outcome), **vars(outcome)} for name, outcome in outcomes.items()}})
     say("", page, directory / "PROFILING_SUMMARY.md")
     highest = max(outcome.code or OK for outcome in outcomes.values())
     words = {result_word(outcome) for outcome in outcomes.values()}

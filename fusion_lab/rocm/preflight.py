@@ -95,15 +95,9 @@ def program_problems(torch, trouble):
         yield (MISSING, f"torch {torch['torch']} is not a ROCm build",
                f"Install one for {sys.executable} (https://pytorch.org, choose ROCm), or set PYTHON.")
     elif not torch["gpus"]:
-        yield (NO_GPU, f"torch {torch['torch']} sees no GPU",
-               "Look at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and at what rocminfo says.")
-    kfd = os.environ.get("KFD_DEVICE", "/dev/kfd")
-    if not os.path.exists(kfd):
-        yield (NO_GPU, f"no {kfd}", "No AMD GPU, the amdgpu driver is not loaded, or a container "
-               "without --device=/dev/kfd --device=/dev/dri --group-add video --group-add render.")
-    elif not os.access(kfd, os.R_OK | os.W_OK):
-        yield (NO_GPU, f"no permission for {kfd}", "Join its groups (sudo usermod -aG render,video "
-               "$USER) and log in again; in a container, --group-add video --group-add render.")
+        yield (NO_GPU, f"torch {torch['torch']} sees no GPU", "Look at HIP_VISIBLE_DEVICES, "
+               "ROCR_VISIBLE_DEVICES and rocminfo. /dev/kfd is for the groups render and video, of a "
+               "container with --device=/dev/kfd --device=/dev/dri --group-add video --group-add render.")
 
 
 def mismatch_warnings(tool, torch):

@@ -61,14 +61,6 @@ def header_of(path):
     return next(table(path))
 
 
-def number(cell):
-    """A cell as a number that can be reckoned with. Raises ValueError."""
-    value = float(cell)
-    if not math.isfinite(value):
-        raise ValueError
-    return value
-
-
 def read_rows(path, *names, numbers=()):
     """The columns `names`, as text, and `numbers` of every row, without a damaged last one, which an
     interrupted run leaves. Raises UserError."""
@@ -81,7 +73,7 @@ def read_rows(path, *names, numbers=()):
         if damaged:
             raise UserError(f"{path}: row {damaged} is damaged")
         try:
-            yield [*(row[column] for column in texts), *(number(row[column]) for column in values)]
+            yield [*(row[column] for column in texts), *(float(row[column]) for column in values)]
         except (IndexError, ValueError):
             damaged = place
 
@@ -111,19 +103,18 @@ def read_long_form(path):
 
 
 def query_rocpd(path, query):
-    """(name, number, number) rows. Plain SQLite: ROCm's own reader is tied to one Python version."""
+    """Rows. Plain SQLite: ROCm's own reader is tied to one Python version."""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             database.text_factory = lambda text: text.decode(errors="replace")
-            return [(str(name), number(a), number(b)) for name, a, b in database.execute(query)]
-    except (sqlite3.Error, TypeError, ValueError) as error:
+            return database.execute(query).fetchall()
+    except sqlite3.Error as error:
         raise UserError(f"{path}: not a rocpd database: {error}") from None
 
 
 def read_rocpd(path):
-    return ((name, 1, end - start) for name, end, start in query_rocpd(
-        path, 'SELECT s.display_name, k."end", k.start FROM rocpd_kernel_dispatch k JOIN '
-        "rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid"))
+    return query_rocpd(path, 'SELECT s.display_name, 1, k."end" - k.start FROM rocpd_kernel_dispatch k JOIN '
+                       "rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid")
 
 
 SOURCES = (("kernel statistics CSV", "*kernel_stats.csv", read_stats),
@@ -160,7 +151,7 @@ def read_counters(directory):
     for path in result_files(directory, "*counter_collection.csv", every_pass=True):
         times = TIMES if TIMES[0] in header_of(path) else ()
         for name, value, *span in read_rows(path, "countername", numbers=("countervalue", *times)):
-            if passes.setdefault(name, pass_of(path)) == pass_of(path):
+            if passes.setdefault(name, pass_of(path)) == pass_of(path) and math.isfinite(value):  # not 0/0
                 rows.append((name, value, span[1] - span[0] if span else 0))
     return rows
 
@@ -171,5 +162,5 @@ def has_counters(workload):
         header, *rows = table(path)
         if rows and ("countername" in header or any(map(COUNTER.match, header))):
             return True
-    return any(query_rocpd(path, "SELECT '', 0, 0 FROM rocpd_pmc_event LIMIT 1")
+    return any(query_rocpd(path, "SELECT id FROM rocpd_pmc_event LIMIT 1")
                for path in result_files(workload, "*.db", every_pass=True))

@@ -100,8 +100,8 @@ class RocprofCompute(Wrapper):
         jobs = jobs or [(part, f"analysis_{part}.txt", []) for part in places]
         self.reports = ", ".join(name for _, name, _ in jobs)
         return [Command([self.tool.path or self.executable, "analyze", *self.with_tool_options(
-            ["--path", str(places[part]), *arguments])], cwd=self.directory, log=name,
-            echo=name == "list_stats.txt") for part, name, arguments in jobs]
+            ["--path", str(places[part]), *arguments])], cwd=self.directory, log=name)
+                for part, name, arguments in jobs]
 
     def warnings(self):
         yield from super().warnings()

@@ -12,7 +12,8 @@ from fusion_lab.training.files import NO_DATA, OK, PROGRAM_FAILED
 
 
 class RocprofSys(Wrapper):
-    """Python call stack and timeline of CPU and GPU with rocprof-sys-python."""
+    """Python call stack and timeline of CPU and GPU with rocprof-sys-python. From ROCm 7.13 on the GPU side
+    covers the measured steps only: from there it hears the program's start and stop."""
     script, executable, default_dir = "run_rocprof_sys.sh", "rocprof-sys-python", "rocprof_sys_profiles_v2"
     workload = ["--batch-size", "2", "--num-steps", "3", "--warmup-steps", "1"]
     sizes = [("--seq-len", "16")]
@@ -25,13 +26,11 @@ class RocprofSys(Wrapper):
         parser.add_argument("--modules", metavar="REGEX", action="append", help="record Python calls of files"
                             " with such a path; repeatable (default: program, torch/nn/modules, torch/optim)")
         parser.add_argument("--rocpd", action="store_true",
-                            help="also write a rocpd database (ROCm 7.2 or newer)")
+                            help="also write a rocpd database (ROCm 7.2 or newer; 7.1 crashes)")
 
     def commands(self):
         modules = self.options.modules
         modules = modules or [pathlib.Path(self.program).stem, "torch/nn/modules", "torch/optim"]
-        self.notes.append("on ROCm 7.13 and newer the GPU side covers the measured steps only, because "
-                          "rocprof-sys hears the program's start and stop there")
         environment = {  # all explicit: the defaults depend on each other, and changed with ROCm 7.1 and 10.1
             "ROCPROFSYS_TRACE": "ON", "ROCPROFSYS_PROFILE": "ON", "ROCPROFSYS_TIME_OUTPUT": "OFF",
             "ROCPROFSYS_USE_ROCPD": "ON" if self.options.rocpd else "OFF",
@@ -49,10 +48,6 @@ class RocprofSys(Wrapper):
         path = self.answer.get("torch_path")
         places = path and [os.path.join(os.path.dirname(path), "lib"), os.environ.get("LD_LIBRARY_PATH")]
         return {"LD_LIBRARY_PATH": ":".join(filter(None, places))} if path else {}
-
-    def explain(self, code, reason, log_text):
-        crash = " ROCm 7.1 crashes on --rocpd." * (self.options.rocpd and "SIGSEGV" in reason)
-        return super().explain(code, reason + crash, log_text)
 
     def judge(self, log_text):
         """The launcher returns 0 when the script fails, so look at what the script left behind."""

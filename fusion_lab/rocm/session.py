@@ -2,7 +2,6 @@
 import contextlib
 import os
 import pathlib
-import select
 import shlex
 import signal
 import subprocess
@@ -36,7 +35,6 @@ class Command:
     unset_env: tuple = ()
     cwd: str | None = None
     log: str = "run.log"  # in the result directory
-    echo: bool = True
 
     def environment(self):
         kept = {name: value for name, value in os.environ.items() if name not in self.unset_env}
@@ -60,7 +58,7 @@ class Outcome:
 
 
 def run(command, directory, timeout):
-    """Run a command in its own process group, its output shown and logged. Ctrl-C, a kill and the time limit
+    """Run a command in its own process group, its output logged and shown. Ctrl-C, a kill and the time limit
     all reach the group as SIGINT, so that the trainer ends its step and the profiler writes its files. What
     has not ended FLUSH_SECONDS later, or at a second Ctrl-C, gets SIGTERM, then SIGKILL. Returns an Outcome:
     the code is the process's, and a reason is there if it was made to end."""
@@ -69,21 +67,18 @@ def run(command, directory, timeout):
     handlers = {number: signal.signal(number, lambda number, _: asked.append(number))
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
                 if signal.getsignal(number) != signal.SIG_IGN}  # as under nohup
-    with open(os.path.join(directory, command.log), "ab", buffering=0) as log:
+    with open(os.path.join(directory, command.log), "ab+") as log:
         process = subprocess.Popen(command.argv, cwd=command.cwd, env=command.environment(),
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, start_new_session=True)
+                                   stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                                   start_new_session=True)
         try:
-            chunk, over = b"", False
-            while chunk or not over:  # what it has left behind may keep its output open
+            over, shown = False, log.tell()
+            while not over:
+                time.sleep(0.05)
                 over = process.poll() is not None
-                readable = select.select([process.stdout], [], [], 0.05)[0]
-                chunk = os.read(process.stdout.fileno(), 65536) if readable else b""
-                log.write(chunk)
-                if command.echo:
-                    say(chunk.decode(errors="replace"), end="")
-                if readable and not chunk and not over:  # it goes on without an output
-                    time.sleep(0.05)
+                written = os.pread(log.fileno(), os.fstat(log.fileno()).st_size - shown, shown)
+                shown += len(written)
+                say(written.decode(errors="replace"), end="")
                 if len(asked) > heard or time.monotonic() > deadline:
                     late = late or not asked
                     heard, deadline = len(asked), time.monotonic() + FLUSH_SECONDS
@@ -136,9 +131,9 @@ def profile(wrapper):
         return Outcome(code)
     preflight.refuse(problems)
     files.claim(wrapper.directory, bool(options.output_dir), options.force, resumed=wrapper.continues)
-    for path in (wrapper.records, *(os.path.join(wrapper.directory, command.log) for command in commands)):
-        if wrapper.continues and (moved := files.set_aside(path)):
-            wrapper.notes.append(f"{path} is now {moved}")
+    if wrapper.continues:  # only what this writes again
+        for name in (os.path.basename(wrapper.records), *(command.log for command in commands)):
+            files.set_aside(os.path.join(wrapper.directory, name))
     write_records(wrapper, commands)
     say(*wrapper.notes, *(shlex.join(command.argv) for command in commands))
     start = time.monotonic()

@@ -66,21 +66,17 @@ def busy_percent(traces):
 
 def range_of_calls(trace):
     """{number of a HIP call: name of the innermost range that was open on its thread}"""
-    events, names = defaultdict(list), {}
-    for name, thread, start, end in trace.ranges:
-        if end > start:  # a mark has no length
-            events[thread] += [(start, 1, -end, name), (end, 0, 0, None)]  # at one time ends come first
-    for function, thread, number, start in trace.calls:
-        events[thread].append((start, 2, 0, (number, function.startswith(REPLAY))))
-    for moments in events.values():
-        opened = []
-        for _, kind, _, what in sorted(moments, key=lambda moment: moment[:3]):
-            if kind == 1:
-                opened.append(what)
-            elif kind == 0:
-                opened.pop()
-            else:
-                names[what[0]] = REPLAYED if what[1] else opened[-1] if opened else OUTSIDE
+    opened, names = defaultdict(list), {}
+    moments = [(start, False, -end, name, thread) for name, thread, start, end in trace.ranges]
+    moments += [(start, True, number, function, thread) for function, thread, number, start in trace.calls]
+    for time, is_call, number, name, thread in sorted(moments):
+        around = opened[thread]
+        while around and around[-1][1] <= time:
+            around.pop()
+        if is_call:
+            names[number] = REPLAYED if name.startswith(REPLAY) else around[-1][0] if around else OUTSIDE
+        else:
+            around.append((name, -number))
     return names
 
 

@@ -132,8 +132,8 @@ class Wrapper:
 
     def about(self):
         """The tool and the torch, for whom it may concern."""
-        torch, tool = self.answer, f"{self.tool}: {self.tool.path}"
-        return [tool, f"torch {torch['torch']} for ROCm {torch['hip']}, {torch['gpus']} GPU(s): "
+        torch, tool = self.answer, f"{self.tool}: {self.tool.path or 'not installed'}"
+        return [tool, f"torch {torch['torch']}, ROCm {torch['hip'] or 'none'}, {torch['gpus']} GPU(s): "
                 f"{torch['torch_path']}"] if torch else [tool]
 
     def explain(self, code, reason, log_text):

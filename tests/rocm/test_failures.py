@@ -3,7 +3,6 @@ import pytest
 
 from fusion_lab.rocm import failures
 from fusion_lab.training.files import FAILED, MISSING
-from tests.rocm.fake_rocm.machine import start
 
 
 @pytest.mark.parametrize("said, code, words", [
@@ -18,16 +17,6 @@ def test_known_messages(said, code, words):
     found = failures.known_failure(f"Step 1\n{said}\nAborted\n")
     assert found[1] == code and words in found[2]
     assert failures.known_failure("libfoo.so: undefined symbol: foo_hsa_") is None
-
-
-@pytest.mark.parametrize("name, trap, code, words", [
-    ("rocprofv3", "fatal", 1, "librocprofiler-sdk-tool.so does not exist"),
-    ("rocprof-sys", "bindings", 3, "rocprof-sys-sample")])
-def test_a_broken_tool_with_and_without_preflight(name, trap, code, words, machine):
-    machine("7.0", FAKE_FAIL=trap)
-    for more in ([], ["--skip-preflight"]):
-        done = start(name, *more)
-        assert done.returncode == code and words in done.stderr, done.stderr
 
 
 def test_exceptions_of_the_tool_and_of_the_program():

@@ -1,12 +1,10 @@
-"""--preflight, and what it looks at: tool, torch, GPU, permissions, packages."""
-import os
+"""--preflight, and what it looks at: tool, torch, GPU, packages."""
 import sys
 
 import pytest
 
 from fusion_lab.rocm import preflight
 from fusion_lab.rocm.preflight import Tool
-from fusion_lab.training.files import MISSING, NO_GPU, OK
 from tests.rocm.fake_rocm.machine import TOOLS, every_tool, everywhere, start
 
 
@@ -22,32 +20,17 @@ def test_a_machine_on_which_all_is_well(name, release, machine):
 
 
 def test_every_problem_of_every_tool_at_once(machine):
-    workplace = machine(None, KFD_DEVICE="/nonexistent/kfd", FAKE_HIP="")
+    workplace = machine(None, FAKE_GPUS="0")  # what is missing comes before the GPU
     done = start("all", "--preflight")
     assert done.returncode == 3 and not list(workplace.iterdir())
-    for words in ("not found on PATH", "is not a ROCm build", "no /nonexistent/kfd", "cannot profile here"):
+    for words in ("rocm-profiler (7.13 or newer)", "sees no GPU", "cannot profile here"):
         assert done.stdout.count(words) == 3
-    assert done.stdout.count("rocm-profiler (7.13 or newer)") == 3
     done = start("rocprofv3")
-    assert done.returncode == 3 and "3 problem(s)" in done.stderr and len(done.stderr.splitlines()) < 9
-
-
-def test_a_program_that_cannot_be_asked(machine):
+    assert done.returncode == 3 and "2 problem(s)" in done.stderr and len(done.stderr.splitlines()) == 4
+    machine("7.0", FAKE_HIP="")
+    assert start("rocprofv3", "--preflight").returncode == 3
     machine("7.0", FAKE_TRAINER="no_torch")
-    shown = start("rocprofv3", "--dry-run")
-    assert shown.returncode == 0 and "flags were not judged: needs torch" in shown.stdout
-    done = start("rocprofv3")
-    assert done.returncode == 3 and "needs torch" in done.stderr
-    machine("7.0", TINYOPENFOLD_SCRIPT="absent.py")
-    assert start("rocprof-sys").returncode == 3
-
-
-def test_no_permission(monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    monkeypatch.setenv("KFD_DEVICE", "/dev/null")
-    missing, gpu = preflight.program_problems({}, "x")
-    assert (missing[0], gpu[0]) == (MISSING, NO_GPU) and "usermod -aG render,video" in gpu[2]
-    assert preflight.worst_code([NO_GPU, MISSING, OK]) == MISSING and preflight.worst_code([]) == OK
+    assert "flags were not judged: needs torch" in start("rocprofv3", "--dry-run").stdout
 
 
 @pytest.mark.parametrize("pandas, warned", [("2.3.3", False), ("3.1.1", True)])

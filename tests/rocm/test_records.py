@@ -1,11 +1,9 @@
 """Reading what the profilers of every release wrote."""
 import gzip
-import sqlite3
 
 import pytest
 
 from fusion_lab.rocm import records
-from fusion_lab.training.files import UserError
 from tests.rocm.fake_rocm import common
 from tests.rocm.fake_rocm.machine import csv, run_of, start
 
@@ -33,7 +31,7 @@ def test_a_run_with_csv_and_a_database_is_counted_once(tmp_path):
     common.write_rocpd(tmp_path / "7_results.db")
     assert records.read_kernels(tmp_path)[1] == "rocpd database"
     common.write_stats(tmp_path / "7_kernel_stats.csv")
-    common.write_trace(tmp_path / "7_kernel_trace.csv", "7.0")
+    common.write_trace(tmp_path / "7_kernel_trace.csv")
     totals, _, files = records.read_kernels(tmp_path)
     assert files == ["7_kernel_stats.csv"] and sum(calls for calls, _ in totals.values()) == common.LAUNCHES
 
@@ -102,7 +100,6 @@ def test_an_interrupted_csv_counts_as_far_as_it_goes(rest, tmp_path):
 
 @pytest.mark.parametrize("name, content, code, words", [
     ("a_kernel_stats.csv", STATS + "y,5,\nz,1,1\n", 2, "row 3 is damaged"),
-    ("a_kernel_stats.csv", STATS + "y,5,1e999\nz,1,1\n", 2, "row 3 is damaged"),
     ("a_kernel_stats.csv", STATS + "y" * 200_000 + ",1,1\n", 2, "field larger than field limit"),
     (None, None, 2, "no kernel records"),
     ("manifest.json", "{}", 6, "no kernel records"),
@@ -116,13 +113,3 @@ def test_unusable_directories_are_one_line(name, content, code, words, tmp_path)
     assert (done.returncode, done.stdout) == (code, "") and words in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert start("summary", tmp_path / "absent").returncode == 2
-
-
-@pytest.mark.parametrize("value", ["x", None, float("inf")])
-def test_a_database_with_a_wrong_value_is_one_line(value, tmp_path):
-    common.write_rocpd(tmp_path / "1_results.db")
-    with sqlite3.connect(tmp_path / "1_results.db") as database:
-        database.execute("UPDATE rocpd_kernel_dispatch SET start = ? WHERE rowid = 2", (value,))
-    database.close()
-    with pytest.raises(UserError, match="not a rocpd database"):
-        records.read_kernels(tmp_path)

@@ -24,7 +24,6 @@ def test_how_rocprof_sys_is_called(arguments, modules, rocpd, machine, monkeypat
         ROCPROFSYS_TIMEMORY_COMPONENTS="wall_clock trip_count cpu_clock peak_rss page_rss",
         ROCPROFSYS_OUTPUT_PATH=found.directory, ROCPROFSYS_TIME_OUTPUT="OFF", ROCPROFSYS_USE_PID="ON",
         PYTHON_EXECUTABLE="/usr/bin/python3.11", LD_LIBRARY_PATH="/site/torch/lib:/own")
-    assert any("7.13" in note for note in found.notes)  # from there on it hears start and stop
 
 
 @everywhere
@@ -71,5 +70,3 @@ def test_results_are_listed_with_their_size(sys_run, capsys):
     assert sys_run.judge("{}\n") == (OK, "3 result files, but no GPU kernel in the trace")
     lines = capsys.readouterr().out.splitlines()[2:]
     assert lines[:2] == ["  perfetto-trace-7.proto  2.5 MB", "  rocpd-7.db  500.0 MB"] and len(lines) == 3
-    sys_run.options.rocpd = True
-    assert "ROCm 7.1 crashes" in sys_run.explain(PROGRAM_FAILED, "it died of SIGSEGV.", "")[1]

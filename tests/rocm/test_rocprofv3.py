@@ -56,7 +56,7 @@ def test_all_switches_at_once(release, machine):
     assert summary["launches"] == 1482 and "evaluation not" in summary["steps_counted"]
     assert summary["counters"] == dict.fromkeys(("SQ_WAVES", "GRBM_COUNT"), 32 * launches)
     assert {name: row["launches"] for name, row in summary["by_range"].items()} == {
-        "pair_transition": 740, "pair_transition.backward": 742}
+        "forward": 740, "backward": 742}
     assert ("counts the whole run" in done.stdout) == (release == "7.0")
 
 
@@ -80,18 +80,6 @@ def test_one_run_for_each_pmc(machine, tmp_path):
     summary = summary_of(workplace / "x")
     assert (summary["launches"], summary["counters"]) == (1488, {
         "SQ_WAVES": 32 * 1488, "FETCH_SIZE": 2 * 1488, "WRITE_SIZE": 1488})
-    machine("7.0")  # the last counts
-    done = start("rocprofv3", "-o", "y", "--pmc", "SQ_WAVES", "--pmc", "FETCH_SIZE")
-    assert done.returncode == 6 and "no value of SQ_WAVES: " in done.stderr and "--pmc before" in done.stderr
-
-
-@pytest.mark.parametrize("release, behaviour, arguments, code, words", [
-    ("10.1", "raise", ["--pmc", "SQ_WAVES", "--pmc", "FETCH_SIZE"], 5, "HIP out of memory"),
-    ("7.0", "", ["--pmc", "A B C D E"], 1, "fewer counters in one --pmc")])
-def test_runs_that_fail(release, behaviour, arguments, code, words, machine):
-    machine(release, FAKE_TRAINER=behaviour)
-    done = start("rocprofv3", *arguments)
-    assert done.returncode == code and words in done.stderr, done.stderr
 
 
 def test_a_trace_without_its_counters_is_no_result(machine):

@@ -1,22 +1,12 @@
 """What the ROCm wrappers have in common, with stand-ins (fake_rocm/) as strict as the tools of a release."""
-import json
+import shutil
 import subprocess
 
 import pytest
 
-from tests.rocm.fake_rocm.machine import (
-    FAKES,
-    ODD_FLAGS,
-    RELEASES,
-    TOOLS,
-    every_tool,
-    everywhere,
-    manifest,
-    recorded,
-    start,
-    start_script,
-    wrapper,
-)
+from tests.rocm.fake_rocm import machine as fakes
+from tests.rocm.fake_rocm.machine import FAKES, ODD_FLAGS, TOOLS, every_tool, everywhere, start, wrapper
+from tests.support import ROOT
 
 every_door = pytest.mark.parametrize("name", [*TOOLS, "all"])
 
@@ -27,19 +17,19 @@ def test_session(name, release, machine, tmp_path):
     """A user's flags arrive as they are, last, so that they win; records tell what was run."""
     workplace = machine(release)
     done = start(name, "-o", "out put", *ODD_FLAGS, "--num-steps", "4", "--", "-o", "theirs")
-    assert done.returncode == 0, done.stdout + done.stderr
-    runs, out = recorded(tmp_path), workplace / "out put"
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    runs, out = fakes.recorded(tmp_path), workplace / "out put"
     flags = [*ODD_FLAGS, "--num-steps", "4", "-o", "theirs"]
     assert all(run["argv"][-len(flags):] == flags and run["cwd"] == str(workplace) for run in runs)
     assert runs[0]["argv"][:4] == ["--profile-dir", str(out / "program"), "--enable-rocm-profiling",
                                    *wrapper(name, "--dry-run").workload[:1]]
     assert (out / "program" / "performance_summary_v2.json").exists() and (out / "run.log").stat().st_size
-    record = manifest(out)
+    record = fakes.manifest(out)
     assert record["exit_code"] == 0 and f"of ROCm {release}: /" in record["about"][0]
-    assert f"torch 2.13.0 for ROCm {release}.1" in record["about"][1]
+    assert f"torch 2.13.0, ROCm {release}.1" in record["about"][1]
     assert "ROCM_PATH=" in (out / "env.txt").read_text()
     shown = start(name, "--dry-run", "-o", "out put", *ODD_FLAGS, "--num-steps", "4", "--", "-o", "theirs")
-    assert (out / "command.txt").read_text() == shown.stdout and not list(out.rglob("*.part"))
+    assert (out / "command.txt").read_text() == shown.stdout
     assert start(name, "-o", "out put").returncode == 2  # not empty
 
 
@@ -49,13 +39,13 @@ def test_dry_run_without_the_tool_is_a_script_that_the_tools_accept(name, machin
     workplace = machine(None)
     done = start(name, "--dry-run", *ODD_FLAGS)
     assert done.returncode == 0 and not list(workplace.iterdir()) and "is not installed" in done.stdout
-    for release in RELEASES:
+    for release in fakes.RELEASES:
         machine(release)
         copied = subprocess.run(["bash", "-e"], input=done.stdout, capture_output=True, text=True)
         assert copied.returncode == 0, copied.stderr
-        assert recorded(tmp_path)[-1]["argv"][-len(ODD_FLAGS):] == ODD_FLAGS
-        assert not (workplace / "PWNED").exists()
-        subprocess.run(["rm", "-rf", *map(str, workplace.iterdir())], check=True)
+        assert fakes.recorded(tmp_path)[-1]["argv"][-len(ODD_FLAGS):] == ODD_FLAGS
+        directory, = workplace.iterdir()  # ODD_FLAGS are no commands
+        shutil.rmtree(directory)
 
 
 @every_door
@@ -66,23 +56,18 @@ def test_flags_that_the_program_refuses(name, machine, tmp_path):
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr.endswith(": error: unrecognized arguments: --bad-flag\n")
     assert not list(workplace.iterdir()) and not (tmp_path / "record").exists()
-    if name != "all":
-        assert start(name, "--dry-run", "--compare-fusion").returncode == 0  # a mode is no wrong flag
 
 
 @every_door
 def test_another_program(name, machine, tmp_path, monkeypatch):
     """--program, before TINYOPENFOLD_SCRIPT; it is asked once, which means one import of torch."""
     workplace = machine("7.0")
-    other = tmp_path / "other place" / "mlp.py"
-    other.parent.mkdir()
-    other.write_text((FAKES / "trainer.py").read_text())
+    other = shutil.copy(FAKES / "trainer.py", tmp_path / "other.py")
     monkeypatch.setenv("TINYOPENFOLD_SCRIPT", "/nonexistent.py")
-    done = start(name, "--program", other, "-o", "out", *["--only=sys"] * (name == "all"))
+    done = start(name, "--program", other, "-o", "out", *["--only=rocprof-sys"] * (name == "all"))
     assert done.returncode == 0, done.stdout + done.stderr
     used, = [*workplace.rglob("workload.py"), *workplace.rglob("command.txt")][:1]
-    assert repr(str(other))[1:-1] in used.read_text()
-    assert (tmp_path / "record.questions").read_text() == "asked\n"
+    assert str(other) in used.read_text() and (tmp_path / "record.questions").read_text() == "asked\n"
 
 
 @pytest.mark.parametrize("arguments, graphs", [([], False), (["--enable-cuda-graphs"], True)])
@@ -98,14 +83,13 @@ def test_graphs_run_only_where_they_were_asked_for(arguments, graphs, machine):
 def test_the_real_program_judges_its_flags(machine, monkeypatch):
     workplace = machine("7.0", PYTHONPATH="")
     monkeypatch.delenv("TINYOPENFOLD_SCRIPT")
-    for flags, named in ((["--no-flag-of-ours"], "--no-flag"), (["--", "--num-steps", "0"], "--num-steps")):
-        done = start("rocprofv3", "--dry-run", *flags)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and named in done.stderr
+    done = start("rocprofv3", "--dry-run", "--", "--num-steps", "0")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--num-steps" in done.stderr
     shown = start("rocprofv3", "--dry-run", "--enable-all-fusion").stdout
     assert "--disable-cuda-graphs" in shown and "not judged" not in shown and not list(workplace.iterdir())
 
 
 def test_python_that_cannot_run_the_wrappers(machine):
     machine(None, PYTHON="/nonexistent/python")
-    done = start_script("run_rocprofv3.sh", "--dry-run")
-    assert done.returncode == 3 and "set PYTHON" in done.stderr and json.dumps(done.stdout) == '""'
+    done = subprocess.run([ROOT / "run_rocprofv3.sh", "--dry-run"], capture_output=True, text=True)
+    assert done.returncode == 3 and "set PYTHON" in done.stderr and not done.stdout

@@ -176,6 +176,13 @@ def test_a_directory_with_results_is_refused_kept_or_set_aside(named, force, res
     assert (path / "old").exists() == (result != "aside")
 
 
+def test_the_directory_one_is_in_is_not_set_aside(tmp_path, monkeypatch):
+    (tmp_path / "d" / "e").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "d" / "e")
+    with pytest.raises(UserError, match="the current directory is in it"):
+        files.claim("..", named=True, force=True)
+
+
 def test_an_empty_or_missing_directory_is_taken(tmp_path):
     files.claim(tmp_path / "a" / "b", named=True)
     files.claim(tmp_path / "a" / "b", named=True)  # by the same process once more

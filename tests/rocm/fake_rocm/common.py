@@ -25,12 +25,8 @@ KERNELS = (  # demangled name, launches, nanoseconds of each: as rocprofv3 names
 )
 LAUNCHES = sum(calls for _, calls, _ in KERNELS)
 TRACE_HEADERS = {
-    "6.3": "Kind,Agent_Id,Queue_Id,Thread_Id,Dispatch_Id,Kernel_Id,Kernel_Name,Correlation_Id,"
-           "Start_Timestamp,End_Timestamp,Private_Segment_Size,Group_Segment_Size,Workgroup_Size_X,Grid_Size_X",
-    "7.0": "Kind,Agent_Id,Queue_Id,Stream_Id,Thread_Id,Dispatch_Id,Kernel_Id,Kernel_Name,Correlation_Id,"
-           "Start_Timestamp,End_Timestamp,LDS_Block_Size,Scratch_Size,VGPR_Count,Accum_VGPR_Count,SGPR_Count",
-    "rocpd convert": "Guid,Kind,Agent_Id,Queue_Id,Dispatch_Id,Kernel_Id,Kernel_Name,Correlation_Id,"
-                     "Start_Timestamp,End_Timestamp,Lds_Block_Size,Scratch_Size,Vgpr_Count,Duration",
+    "rocprofv3": "Kind,Agent_Id,Queue_Id,Stream_Id,Thread_Id,Dispatch_Id,Kernel_Id,Kernel_Name,"
+                 "Correlation_Id,Start_Timestamp,End_Timestamp,LDS_Block_Size,Scratch_Size,VGPR_Count",
     "rocprof-compute": "Dispatch_ID,GPU_ID,Grid_Size,Workgroup_Size,Kernel_Name,Start_Timestamp,"
                        "End_Timestamp,SQ_WAVES,GRBM_COUNT,SQ_BUSY_CYCLES"}
 
@@ -58,8 +54,8 @@ def dispatches(kernels=KERNELS):
             clock += time + 700
 
 
-def write_trace(path, release, kernels=KERNELS):
-    header = TRACE_HEADERS[release]
+def write_trace(path, tool="rocprofv3", kernels=KERNELS):
+    header = TRACE_HEADERS[tool]
     write_csv(path, header, (
         [{"Kernel_Name": name, "Start_Timestamp": start, "End_Timestamp": end, "Agent_Id": "Agent 4",
           "Correlation_Id": number}.get(column, 1) for column in header.split(",")]
@@ -73,11 +69,10 @@ def write_api_traces(prefix, kernels=KERNELS, markers=True):
     write_csv(f"{prefix}_hip_api_trace.csv", header, (
         ("HIP_RUNTIME_API", "hipLaunchKernel", 1, 7 if 2 * place < count else 8, place, 10 * place,
          10 * place + 2) for place in range(1, count + 1)))
-    ranges = [("forward", 7, 0, 10 * count), ("pair_transition", 7, 5, 5 * count),
-              ("pair_transition.backward", 8, 5 * count, 11 * count)]
     if markers:
         write_csv(f"{prefix}_marker_api_trace.csv", header, (
-            ("MARKER_CORE_API", name, 1, thread, 0, start, end) for name, thread, start, end in ranges))
+            ("MARKER_CORE_API", "forward", 1, 7, 0, 0, 11 * count),
+            ("MARKER_CORE_API", "backward", 1, 8, 0, 5 * count, 11 * count)))
 
 
 def counter_value(counter):

@@ -8,7 +8,6 @@ import subprocess
 import pytest
 
 from fusion_lab.rocm import all_profilers, kernel_summary
-from tests.support import ROOT
 
 from . import common
 
@@ -33,10 +32,6 @@ def start(name, *arguments):
     for stream in streams:
         stream.seek(0)
     return subprocess.CompletedProcess(name, code, *(stream.read() for stream in streams))
-
-
-def start_script(script, *arguments):
-    return subprocess.run([ROOT / script, *map(str, arguments)], capture_output=True, text=True, timeout=300)
 
 
 def wrapper(name, *arguments):

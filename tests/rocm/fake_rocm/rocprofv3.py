@@ -55,7 +55,7 @@ def write_results(options, pid, formats, kernels, folder):
     for name in set(options.pmc) - set(known):  # a warning and no more
         sys.stderr.write(f"W20260131 12:00:00.000000 7 tool.cpp:700] Unable to find counter {name}\n")
     if "csv" in formats:
-        common.write_trace(f"{prefix}_kernel_trace.csv", "6.3" if common.OLD else "7.0", kernels)
+        common.write_trace(f"{prefix}_kernel_trace.csv", kernels=kernels)
         if options.stats:
             common.write_stats(f"{prefix}_kernel_stats.csv", kernels)
         if known:  # 7.0 to 7.12 count the whole run, whatever is selected or paused
