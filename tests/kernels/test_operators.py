@@ -77,7 +77,7 @@ def test_on_fake_tensors(name):
 
 @pytest.mark.parametrize("name, call", [
     ("attention", lambda x, S: attention.attention_operator.gated_attention(
-        [x.expand(2, S, S, 64)], 2, 2, x.new_zeros(2, 2, S, S))),
+        [x.expand(2, S, S, 64).contiguous()], 2, 2, x.new_zeros(2, 2, S, S))),
     ("sums", lambda x, S: sums.OP(x.expand(S, S, 4).contiguous(), torch.bfloat16))])
 def test_sizes_may_be_symbols(name, call):
     torch._dynamo.reset()
