@@ -17,7 +17,7 @@ from fusion_lab.measuring.roctx import BLIND, GRAPHS
 from fusion_lab.measuring.trace.kinds import kind_of_kernel
 from fusion_lab.rocm import records, timeline
 from fusion_lab.training import files
-from fusion_lab.training.files import EXIT_CODES, NO_DATA, OK, USAGE, UserError, exit_code, printable
+from fusion_lab.training.files import EXIT_CODES, OK, UserError, exit_code, printable
 from fusion_lab.training.flags import Parser
 
 PROGRAM = "profile_summary.py"
@@ -175,8 +175,7 @@ def load(directory):
     summary = summarize(path)
     if not summary["launches"]:
         raise UserError(f"{directory}: no kernel records (looked for {', '.join(records.KERNEL_FILES)} there "
-                        "and where a profiler puts them below)",
-                        NO_DATA if (path / "manifest.json").exists() else USAGE)
+                        "and where a profiler puts them below)")
     return summary
 
 

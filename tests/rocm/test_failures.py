@@ -1,7 +1,7 @@
 """What the tools say when they fail, and what is said about it."""
 import pytest
 
-from fusion_lab.rocm import failures
+from fusion_lab.rocm import failures, preflight
 from fusion_lab.training.files import FAILED, MISSING
 
 
@@ -11,11 +11,18 @@ from fusion_lab.training.files import FAILED, MISSING
         "rocprofiler_register: ROCPROFILER_REGISTER_LIBRARY is already set to /opt/lib/librocprofiler.so",
         "ImportError: /site/_rocm_sdk_core/lib/libamdhip64.so.7: undefined symbol: hsa_amd_memory_copy")),
     ("ROCPROFILER_STATUS_ERROR_CONFIGURATION_LOCKED", FAILED, "Two copies of rocprofiler-sdk"),
-    ("The 'pandas' package was not found", MISSING, "'pandas<3' -r $ROCM_PATH/libexec"),
+    ("ERROR The 'astunparse==1.6.2' package was not found", MISSING, "python3 -m venv compute"),
+    ("the 'numpy==1.26.4' distribution does not meet version requirements", MISSING, "'pandas<3' -r"),
+    ("locale.Error: unsupported locale setting", MISSING, "locale-gen en_US.UTF-8"),
+    ("ERROR Cannot find a supported arch in rocminfo.", FAILED, "Instinct"),
+    ("ModuleNotFoundError: No module named 'rocprofsys.libpyrocprofsys'", MISSING, "rocprof-sys-sample"),
     ("ROCTX not found. --torch-trace requires roctx", MISSING, "Python module roctx")])
 def test_known_messages(said, code, words):
-    found = failures.known_failure(f"Step 1\n{said}\nAborted\n")
-    assert found[1] == code and words in found[2]
+    """In a session, and where its --help already ends so."""
+    found = failures.known_failure(failures.without_colours(f"Step 1\n\x1b[31m{said}\x1b[0m\nAborted\n"))
+    assert found[1] == code and words in found[2] and "\x1b" not in found[0]
+    (_, what, advice), = preflight.tool_problems(preflight.Tool("tool", "/bin/tool", trouble=said), "package")
+    assert what.startswith("/bin/tool does not start (") and words in advice
     assert failures.known_failure("libfoo.so: undefined symbol: foo_hsa_") is None
 
 

@@ -22,25 +22,14 @@ OF_EVERY_TOOL = {  # (environment, arguments, exit code, words)
     "no data": ({"FAKE_FAIL": "no_data"}, [], 6, NOTHING)}
 BY_RELEASE = ("program raises", "no data")
 TWO = ["--pmc", "SQ_WAVES", "--pmc", "FETCH_SIZE"]
-
-
-def trap(name, *more):
-    return {"FAKE_FAIL": name}, ["--skip-preflight"], *more
-
-
 OF_ONE = [
     *(("rocprofv3", release, ({}, ["--pmc", "NO_SUCH"], 6, "no value of NO_SUCH")) for release in RELEASES),
     ("rocprofv3", "7.0", ({}, TWO, 6, "no value of SQ_WAVES: ")),  # the last --pmc counts
     ("rocprofv3", "10.1", ({"FAKE_TRAINER": "raise"}, TWO, 5, "HIP out of memory")),
     ("rocprofv3", "7.0", ({}, ["--pmc", "A B C D E"], 1, "fewer counters in one --pmc")),
     ("rocprofv3", "7.0", ({"FAKE_FAIL": "fatal"}, [], 1, "librocprofiler-sdk-tool.so does not exist")),
-    ("rocprof-sys", "7.0", ({"FAKE_FAIL": "bindings"}, [], 3, "rocprof-sys-sample")),
-    ("rocprof-sys", "7.0", trap("bindings", 3, "rocprof-sys-sample")),
-    ("rocprof-compute", "6.3", trap("locale", 3, "locale-gen en_US.UTF-8")),
-    ("rocprof-compute", "7.0", trap("arch", 1, "Instinct")),
-    ("rocprof-compute", "7.0", trap("packages", 3, "pip install 'pandas<3' -r")),
-    ("rocprof-compute", "7.0", trap("pandas", 6, "'pandas<3'")),  # it ends well, and 7.0 has joined nothing
-    ("rocprof-compute", "10.1", ({"FAKE_FAIL": "no_roofline"}, ["--roof-only"], 6, "left no roof"))]
+    ("rocprof-compute", "7.0", ({"FAKE_FAIL": "pandas"}, [], 6, "'pandas<3'")),  # it ends well
+    ("rocprof-compute", "10.1", ({"FAKE_FAIL": "no_roofline"}, ["--mode", "roof"], 6, "left no roof"))]
 
 
 @pytest.mark.parametrize("name, release, outcome", [

@@ -1,5 +1,6 @@
 """rocprof-sys: how it is called, what its results are, and what it hides of the program."""
 import os
+import pathlib
 import re
 
 import pytest
@@ -41,32 +42,20 @@ def test_it_writes_what_was_asked_for_whatever_the_defaults(release, machine):
     assert manifest(out)["commands"][0][2:4] == ["a b", "c|d"]
 
 
-@pytest.fixture
-def sys_run(machine):
-    """A wrapper of rocprof-sys whose directory is there."""
+@pytest.mark.parametrize("said, results, code, reason", [
+    ("x\ntrainer.py: error: no\nException - b\n{}\n", {}, PROGRAM_FAILED, "no"),
+    ("ran\nException - HIP out of memory\n{}\n", {}, PROGRAM_FAILED, "an exception: HIP out of memory"),
+    ("Traceback (most recent call last):\n  File\n{}\n", {}, PROGRAM_FAILED, "it raised an exception"),
+    ("no Exception - here\n", {}, PROGRAM_FAILED, "it left no result"),
+    ("fine\n{}\n", {"trip_count-7.txt": "", "metadata-7.json": "{}"}, NO_DATA, "wrote no trace"),
+    ("fine\n{}\n", {"perfetto-trace-7.proto": "x", "wall_clock-7.txt": "x"}, OK,
+     "2 result files, but no GPU kernel in the trace")])
+def test_what_the_launcher_hides_of_the_program_is_told(said, results, code, reason, machine):
+    """It returns 0 whatever becomes of the script, and where its trace saw nothing of the GPU."""
     machine("7.0")
     found = wrapper("rocprof-sys", "-o", "out")
     os.makedirs(found.directory)
-    return found
-
-
-@pytest.mark.parametrize("said, code, reason", [
-    ("x\ntrainer.py: error: no\nException - b\n{}\n", PROGRAM_FAILED, "no"),
-    ("ran\nException - HIP out of memory\n{}\n", PROGRAM_FAILED, "raised an exception: HIP out of memory"),
-    ("Traceback (most recent call last):\n  File\n{}\n", PROGRAM_FAILED, "it raised an exception"),
-    ("no Exception - here\n", PROGRAM_FAILED, "it left no result"),
-    ("fine\n{}\n", NO_DATA, "wrote no trace")])
-def test_what_the_launcher_hides_of_the_program_is_told(said, code, reason, sys_run):
-    """It returns 0 whatever becomes of the script."""
-    found = sys_run.judge(said)
-    assert found[0] == code and reason in found[1]
-
-
-def test_results_are_listed_with_their_size(sys_run, capsys):
-    for name, size in (("perfetto-trace-7.proto", 2_500_000), ("wall_clock-7.txt", 99_949),
-                       ("rocpd-7.db", 500_000_001), ("trip_count-7.txt", 0), ("metadata-7.json", 5)):
-        with open(os.path.join(sys_run.directory, name), "wb") as file:
-            file.truncate(size)
-    assert sys_run.judge("{}\n") == (OK, "3 result files, but no GPU kernel in the trace")
-    lines = capsys.readouterr().out.splitlines()[2:]
-    assert lines[:2] == ["  perfetto-trace-7.proto  2.5 MB", "  rocpd-7.db  500.0 MB"] and len(lines) == 3
+    for name, content in results.items():
+        pathlib.Path(found.directory, name).write_text(content)
+    judged = found.judge(said)
+    assert judged[0] == code and reason in judged[1]

@@ -55,8 +55,6 @@ def test_all_switches_at_once(release, machine):
     summary = summary_of(out)
     assert summary["launches"] == 1482 and "evaluation not" in summary["steps_counted"]
     assert summary["counters"] == dict.fromkeys(("SQ_WAVES", "GRBM_COUNT"), 32 * launches)
-    assert {name: row["launches"] for name, row in summary["by_range"].items()} == {
-        "forward": 740, "backward": 742}
     assert ("counts the whole run" in done.stdout) == (release == "7.0")
 
 

@@ -62,19 +62,6 @@ def write_trace(path, tool="rocprofv3", kernels=KERNELS):
         for number, (name, start, end) in enumerate(dispatches(kernels), 1)))
 
 
-def write_api_traces(prefix, kernels=KERNELS, markers=True):
-    """A HIP call for each dispatch; the first half is in forward's range, the rest in backward's."""
-    header = "Domain,Function,Process_Id,Thread_Id,Correlation_Id,Start_Timestamp,End_Timestamp"
-    count = sum(calls for _, calls, _ in kernels)
-    write_csv(f"{prefix}_hip_api_trace.csv", header, (
-        ("HIP_RUNTIME_API", "hipLaunchKernel", 1, 7 if 2 * place < count else 8, place, 10 * place,
-         10 * place + 2) for place in range(1, count + 1)))
-    if markers:
-        write_csv(f"{prefix}_marker_api_trace.csv", header, (
-            ("MARKER_CORE_API", "forward", 1, 7, 0, 0, 11 * count),
-            ("MARKER_CORE_API", "backward", 1, 8, 0, 5 * count, 11 * count)))
-
-
 def counter_value(counter):
     """The same for every dispatch: 32 waves, 40%, 2 KB read and 1 KB written."""
     return {"OccupancyPercent": 40.0, "FETCH_SIZE": 2.0, "WRITE_SIZE": 1.0}.get(counter, 32)

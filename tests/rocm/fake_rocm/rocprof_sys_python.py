@@ -49,9 +49,6 @@ def write_results():
 def main():
     if common.FAIL == "crash":
         raise RuntimeError("rocprofsys could not be initialised")
-    if common.FAIL == "bindings":
-        sys.exit("Traceback (most recent call last):\n"
-                 "ModuleNotFoundError: No module named 'rocprofsys.libpyrocprofsys'")
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     build_parser().parse_args(arguments[:cut])

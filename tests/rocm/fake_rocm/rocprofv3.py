@@ -10,7 +10,6 @@ import common
 BOOLEANS = ["--hip-trace", "--marker-trace", "--kernel-trace", "--memory-copy-trace", "--runtime-trace",
             "--memory-allocation-trace", "--sys-trace", "--stats", "--truncate-kernels", "--kernel-rename"]
 MARKERS = ("--marker-trace", "--runtime-trace", "--sys-trace")
-CALLS = ("--hip-trace", "--runtime-trace", "--sys-trace")
 EVALUATION = "my_own_kernel(float*)"  # runs after the measured steps only
 
 
@@ -61,8 +60,6 @@ def write_results(options, pid, formats, kernels, folder):
         if known:  # 7.0 to 7.12 count the whole run, whatever is selected or paused
             counted = common.KERNELS if common.RELEASE == "7.0" else kernels
             common.write_counters(f"{prefix}_counter_collection.csv", known, counted)
-        if traced(options, *CALLS):
-            common.write_api_traces(prefix, kernels, traced(options, *MARKERS))
     if "rocpd" in formats:
         common.write_rocpd(f"{prefix}_results.db", kernels, known)
     if "pftrace" in formats:
