@@ -61,7 +61,8 @@ def test_samples_may_be_missing():
 
 SPREAD = {  # shapes of bias and mask
     "samples": ((1, 1, 2, 13, 13), (1, 3, 1, 1, 13)), "heads": ((2, 1, 1, 13, 13), (2, 1, 1, 1, 13)),
-    "queries": ((2, 1, 2, 1, 13), (2, 3, 1, 1, 13)), "all": ((1, 1, 1, 1, 1), (1, 1, 1, 1, 1))}
+    "queries": ((2, 1, 2, 1, 13), (2, 3, 1, 1, 13)),
+    "all": ((1, 1, 1, 1, 13), (1, 1, 1, 1, 1))}  # a bias equal for all keys has gradient 0: only rounding
 
 
 @pytest.mark.parametrize("name", SPREAD)
