@@ -62,16 +62,14 @@ def test_samples_may_be_missing():
 SPREAD = {  # shapes of bias and mask
     "samples": ((1, 1, 2, 13, 13), (1, 3, 1, 1, 13)), "heads": ((2, 1, 1, 13, 13), (2, 1, 1, 1, 13)),
     "queries": ((2, 1, 2, 1, 13), (2, 3, 1, 1, 13)),
-    "all": ((1, 1, 1, 1, 13), (1, 1, 1, 1, 1))}  # a bias equal for all keys has gradient 0: only rounding
+    "all": ((1, 1, 1, 1, 13), (1, 1, 1, 1, 1))}
 
 
-@pytest.mark.parametrize("name", SPREAD)
-def test_bias_and_mask_are_spread_over(name):
+def spread(of_bias, of_mask):
+    """Attention with such a bias and mask, ours and plain, and their tensors."""
     torch.manual_seed(0)
-    of_bias, of_mask = SPREAD[name]
     mask = torch.rand(of_mask) > 0.3
     mask[..., 0] = True
-    tensors = [*torch.randn(3, 2, 3, 2, 13, 16), torch.randn(of_bias)]
 
     def ours(*given):
         return drop_in.triangle_attention(*given, mask)
@@ -79,7 +77,20 @@ def test_bias_and_mask_are_spread_over(name):
     def plain(q, k, v, bias):
         scores = 0.25 * q @ k.mT + bias.expand(2, 1, 2, 13, 13)
         return scores.masked_fill(~mask, -1e9).softmax(-1) @ v
-    assert not violations(ours, plain, tensors)
+    return ours, plain, [*torch.randn(3, 2, 3, 2, 13, 16), torch.randn(of_bias)]
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_bias_and_mask_are_spread_over(name):
+    assert not violations(*spread(*SPREAD[name]))
+
+
+def test_a_bias_of_one_number():
+    """Softmax does not see it, so its gradient is 0: both have only rounding there, a sum of 2,028 terms."""
+    ours, plain, (*tensors, bias) = spread((1,) * 5, (1,) * 5)
+    assert not violations(lambda *given: ours(*given, bias), lambda *given: plain(*given, bias), tensors)
+    gradient, = torch.autograd.grad(ours(*tensors, bias.requires_grad_()).square().sum(), bias)
+    assert gradient.shape == bias.shape and gradient.abs().item() < 1e-4
 
 
 def test_tensors_that_are_expanded_views():
