@@ -1,14 +1,17 @@
 """Evaluations of a run: they choose the best weights, end a run early, and change nothing else in it."""
+import contextlib
 import dataclasses
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.metrics import Metrics, read_metrics
-from fusion_lab.training.evaluations import Evaluation
+from fusion_lab.training.distributed import World
+from fusion_lab.training.evaluations import Evaluation, evaluate
 from tests import second_program
 
 FLAGS = ("--width 8 --batch-size 2 --warmup-steps 0 --device cpu --log-every 1000 --eval-every 2 "
@@ -77,3 +80,28 @@ def test_a_resumed_run_is_the_whole_one_also_after_a_signal_in_an_evaluation(sig
     assert all(torch.equal(a["moments"][kind][name], b["moments"][kind][name])
                for kind in a["moments"] for name in a["model"])
     assert read_metrics(whole / "metrics.jsonl")[0] == read_metrics(parts / "metrics.jsonl")[0]
+
+
+def test_a_signal_of_which_the_other_ranks_do_not_know_yet_waits(tmp_path, monkeypatch):
+    """Or this rank would leave while they wait for it in the next step. It came in the evaluation at 8, too
+    late for what the ranks agreed on after that step."""
+    wishes = []
+
+    def agreed(_, wish):
+        wishes.extend([wish] if wish else [])
+        return wish if len(wishes) > 1 else None
+    monkeypatch.setattr(World, "any", agreed)
+    flags = "--num-steps", 14, "--save-checkpoint", tmp_path / "c.pt"
+    assert run(tmp_path / "r", *flags, signalled=8) == 128 + signal.SIGTERM
+    assert torch.load(tmp_path / "c.pt")["step"] == 9
+
+
+@pytest.mark.parametrize("first, own", [(None, signal.SIGTERM), (signal.SIGTERM, None)])
+def test_the_first_rank_says_whether_an_evaluation_counts(first, own, monkeypatch):
+    monkeypatch.setattr(World, "from_first", lambda _, make: (make()[0], first))
+    trainer = SimpleNamespace(world=World(), averaged=contextlib.nullcontext, device=torch.device("cpu"),
+                              best=dict(score=None), step_number=8, training=SimpleNamespace(save_best=None))
+    source = SimpleNamespace(evaluate=lambda *_: Evaluation("line", {}, 0.5, {}))
+    metrics = SimpleNamespace(evaluation=lambda *_: None)
+    evaluate(trainer, source, metrics, SimpleNamespace(signal=own), print)
+    assert trainer.best["score"] == (0.5 if first is None else None)
