@@ -117,7 +117,7 @@ from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_u
 from fusion_lab.measuring.ranges import Profiling
 from fusion_lab.measuring.trace.attribution import write_analysis
 from fusion_lab.training import distributed, recipe, reporting, torchrun
-from fusion_lab.training.checkpoints import out_of_patience, preserving, save
+from fusion_lab.training.checkpoints import claim_outputs, out_of_patience, preserving, save
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.evaluations import evaluate
 from fusion_lab.training.feeding import batches
@@ -707,7 +707,7 @@ def train(program, settings, compare_with=None):
     source = program.data(settings.having(batch_size=training.batch_size * world.size))  # of all ranks
     trainer = program.trainer(program, settings, device, world)
     begin_from_files(trainer, source)
-    world.from_first(partial(settings.claimed, resumed=bool(training.resume)))
+    world.from_first(partial(claim_outputs, trainer))
     reporting.describe_start(trainer, source)
     with StopRequest(patient=world.size > 1) as stop:
         found = warm_up(trainer, source, stop)

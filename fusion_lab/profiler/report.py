@@ -182,7 +182,7 @@ def interleaved_line(before, after):
     """Two rows of the comparison, whose steps alternated, in a sentence."""
     if not after["measured"]:
         return f"Interleaved steps were not measured: {after['reason']}"
-    return (f"Interleaved steps of both: {1e3 * before['median_batch_time']:.2f} -> "
+    return (f"Interleaved steps of both: {1e3 * after['baseline_batch_time']:.2f} -> "
             f"{1e3 * after['median_batch_time']:.2f} ms, {after['speedup']:.2f}x (p20 "
             f"{after['speedup_p20']:.2f}, p80 {after['speedup_p80']:.2f}).")
 

@@ -99,7 +99,10 @@ def compare_v1(program, settings, directory, **options):
     release()
     after = run_session(program, settings, paths[1], **options, earlier=(paths[0], before.as_dict()))
     comparison = dict(after.compared_with, interleaved=timed)
-    times = [1e3 * row["median_batch_time"] if row["measured"] else None for row in timed]
+    alone, fused = timed
+    seconds = (fused["baseline_batch_time"], fused["median_batch_time"]) if fused["measured"] else (
+        alone["median_batch_time"], None)
+    times = [None if time is None else 1e3 * time for time in seconds]
     result = dict(comparison, mode="compare_v1", session_step_ms=comparison["step_ms"], step_ms=times)
     write_lines(os.path.join(directory, COMPARISON), comparison_lines(comparison))
     write_json(os.path.join(directory, V1_COMPARISON), finite(result))

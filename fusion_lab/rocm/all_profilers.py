@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 
+from fusion_lab.measuring.roctx import INHERITED
 from fusion_lab.measuring.tables import code, escaped, markdown
 from fusion_lab.rocm import kernel_summary, session
 from fusion_lab.rocm.failures import MEANING
@@ -60,13 +61,14 @@ def run_pytorch(options, directory, own_flags):
     sizes = known(ask(chosen_program(options.program), [])[0], QUICK_SIZES) if options.quick else []
     script = os.environ.get("PYTORCH_PROFILER_SCRIPT") or os.path.join(ROOT, "run_pytorch_profiler.sh")
     command = Command([script, "--profile-dir", str(directory), *program, *sizes, *own_flags],
-                      log="pytorch.log")
+                      log="pytorch.log", unset_env=(INHERITED,))
     if options.dry_run:
         say(*command.script())
         return Outcome(OK)
     ended = session.run(command, directory.parent, options.timeout)
     reason = ended.reason or f"{MEANING.get(ended.code, 'it failed')}; see {command.log}" * (ended.code != OK)
-    return Outcome(ended.code if ended.code in MEANING else FAILED, reason, str(directory), ended.seconds)
+    code = ended.code if ended.code in MEANING or ended.code > 128 else FAILED
+    return Outcome(code, reason, str(directory), ended.seconds)
 
 
 def result_word(outcome):
@@ -103,6 +105,8 @@ def run_all(arguments):
     # First all wrappers, each of which has the program judge its flags, then the first run.
     wrappers = {name: make_wrapper(name, options, place, own_flags) for name, place in places.items()
                 if name in WRAPPERS}
+    if options.preflight and not wrappers:
+        raise UserError("--preflight: PyTorch's profiler needs none; --only must name one of AMD's")
     if options.preflight:
         return worst_code([session.profile(wrapper).code for wrapper in wrappers.values()])
     if not options.dry_run:
@@ -119,7 +123,9 @@ def run_all(arguments):
             say(f"# {result_word(outcomes[name])}: {error}")
         if outcomes[name].code > 128:
             break
-    return OK if options.dry_run else conclude(directory, outcomes, arguments, options.only)
+    if options.dry_run:
+        return next((outcome.code for outcome in outcomes.values() if outcome.code), OK)
+    return conclude(directory, outcomes, arguments, options.only)
 
 
 def conclude(directory, outcomes, arguments, only):

@@ -98,7 +98,7 @@ class RocprofCompute(Wrapper):
         jobs += [(first, f"dispatch_{number}.txt", ["--dispatch", str(number)])
                  for number in self.options.dispatch]
         jobs = jobs or [(part, f"analysis_{part}.txt", []) for part in places]
-        self.reports = ", ".join(name for _, name, _ in jobs)
+        self.reports = [name for _, name, _ in jobs]
         return [Command([self.tool.path or self.executable, "analyze", *self.with_tool_options(
             ["--path", str(places[part]), *arguments])], cwd=self.directory, log=name)
                 for part, name, arguments in jobs]
@@ -116,7 +116,10 @@ class RocprofCompute(Wrapper):
 
     def judge(self, log_text):
         if self.continues:
-            return (OK, f"wrote {self.reports}") if log_text.strip() else (NO_DATA, "the report is empty")
+            empty = [name for name in self.reports
+                     if not pathlib.Path(self.directory, name).read_text(errors="replace").strip()]
+            return (NO_DATA, f"empty: {', '.join(empty)}") if empty else (
+                OK, f"wrote {', '.join(self.reports)}")
         places = {part: self.workload_directory(part) for part in self.parts}
         missing = [part for part, place in places.items() if not (place and has_results(part, place))]
         skipped = missing == ["roof"] and self.parts[1:] and re.search("(?i)skip.*roofline", log_text)

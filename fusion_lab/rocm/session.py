@@ -64,10 +64,12 @@ def run(command, directory, timeout):
     the code is the process's, and a reason is there if it was made to end."""
     start, asked, heard, late = time.monotonic(), [], 0, False
     deadline, ladder = start + (timeout or float("inf")), iter((signal.SIGINT, signal.SIGTERM))
-    handlers = {number: signal.signal(number, lambda number, _: asked.append(number))
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-                if signal.getsignal(number) != signal.SIG_IGN}  # as under nohup
-    with open(os.path.join(directory, command.log), "ab+") as log:
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(open(os.path.join(directory, command.log), "ab+"))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                stack.callback(signal.signal, number,
+                               signal.signal(number, lambda number, _: asked.append(number)))
         process = subprocess.Popen(command.argv, cwd=command.cwd, env=command.environment(),
                                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                                    start_new_session=True)
@@ -85,8 +87,6 @@ def run(command, directory, timeout):
                     signal_group(process, next(ladder, signal.SIGKILL))
         finally:
             signal_group(process, signal.SIGKILL)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
     ended = Outcome(process.returncode, "", directory, time.monotonic() - start)
     if asked:
         ended.code, ended.reason = 128 + asked[0], f"got {signal.Signals(asked[0]).name}"
@@ -158,7 +158,7 @@ def profile(wrapper):
         say(f"{wrapper.script}: done in {outcome.seconds:.0f} s, {reason}; in {wrapper.directory}")
     else:
         print(f"{wrapper.script}: {MEANING.get(code, 'failed')}: {reason.rstrip('.')}. Its output: "
-              f"{os.path.join(wrapper.directory, commands[0].log)}", file=sys.stderr)
+              f"{os.path.join(wrapper.directory, command.log)}", file=sys.stderr)
     return outcome
 
 

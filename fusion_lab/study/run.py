@@ -61,8 +61,8 @@ def run_point(study, point, folder, timeout, log):
 
 def run_trainer(program, flags, folder, timeout):
     """Exit code of the trainer, or "timeout"; its output is in stdout.txt and stderr.txt in folder. For tests
-    TINYOPENFOLD_SCRIPT may name another trainer with the same command line."""
-    script = os.environ.get("TINYOPENFOLD_SCRIPT") or program.file
+    STUDY_TEST_TRAINER may name another trainer with the same command line."""
+    script = os.environ.get("STUDY_TEST_TRAINER") or program.file
     command = [sys.executable, script, *flags, "--profile-dir", os.path.join(folder, "results")]
     with open(os.path.join(folder, "stdout.txt"), "wb") as output, \
             open(os.path.join(folder, "stderr.txt"), "wb") as errors, \

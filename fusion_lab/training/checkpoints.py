@@ -83,23 +83,44 @@ def save(trainer, path):
         write_atomically(path, partial(torch.save, snapshot(trainer)))
 
 
-def require_own(path, name, program, resumed=None):
-    """Raise UserError now rather than after hours of training, if a file to save into is somebody else's: it
-    may hold a checkpoint of this program alone. That of an earlier run is set aside, but for one that is
-    resumed. name: the field of the flag; None as a path is fine."""
-    if path is None:
-        return
-    claim_file(path)
-    if not os.path.exists(path):
-        return
+OTHER_RESULTS = (".json", ".jsonl", ".png", ".tsv")  # of a run
+
+
+def claim_outputs(trainer):
+    """Hold the run's directory and the files that it saves into, and set aside what earlier runs left there.
+    Raises UserError now rather than after hours of training, before anything is moved, if a file holds
+    something else than a checkpoint of this program."""
+    training, own = trainer.training, {}
+    for name in ("save_checkpoint", "save_best"):
+        if path := getattr(training, name):
+            own[path] = saved_before(path, name, trainer.program)
+    trainer.settings.claimed(resumed=bool(training.resume))
+    for path, saved in own.items():
+        claim_file(path)
+        if os.path.exists(path) and not continues(trainer, path, saved):
+            print(f"{path} held a checkpoint of an earlier run, which is in {set_aside(path)} now")
+
+
+def saved_before(path, name, program):
+    """The checkpoint in a file to save into, None where there is no file; name is the flag's field."""
+    if path.endswith(OTHER_RESULTS):
+        raise UserError(f"{flag(name)} {path}: so this run names other results; give it a name in .pt")
+    if not os.path.lexists(path):
+        return None
     try:
         saved = read_saved(path, flag(name))
     except UserError:
         saved = None
     if not isinstance(saved, dict) or saved.get("format") != format_of(program):
         raise UserError(f"{flag(name)} {path}: holds something else than a checkpoint; name another file")
-    if resumed is None or not os.path.samefile(path, resumed):
-        print(f"{path} held a checkpoint of an earlier run, which is in {set_aside(path)} now")
+    return saved
+
+
+def continues(trainer, path, saved):
+    """Whether a file is the one that is resumed, or holds the best weights of that run."""
+    resumed, best = trainer.training.resume, trainer.best
+    return bool(resumed) and (os.path.samefile(path, resumed) or best["step"] is not None and
+                              saved["step"] == best["step"] and saved["best"]["score"] == best["score"])
 
 
 # --- Reading ------------------------------------------------------------------------------------------------

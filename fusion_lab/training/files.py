@@ -152,7 +152,11 @@ def hold(path, flags):
                         ) from None
     except OSError:
         pass  # a file system without locks
-    held[handle] = path
+    if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(handle)):
+        held[handle] = path
+    else:  # its holder removed it after it was opened here
+        os.close(handle)
+        hold(path, flags)
 
 
 def release():

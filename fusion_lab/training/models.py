@@ -59,9 +59,9 @@ def read_model(path, program):
             raise ValueError("weights of another model")
         if not all(weight.isfinite().all() for weight in weights.values()):
             raise ValueError("weights are not finite")
+        return SavedModel(config, weights, dict(saved["card"]))
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"model {path}: damaged, or of another version ({str(error)[:200]})") from None
-    return SavedModel(config, weights, saved["card"])
 
 
 def load_weights(trainer, path, source):
@@ -78,8 +78,7 @@ def load_weights(trainer, path, source):
 
 
 def begin_from_files(trainer, source):
-    """Take what --resume or --init-from names, and see that what the run will save can be written. Raises
-    UserError."""
+    """Take what --resume or --init-from names. Raises UserError."""
     training = trainer.training
     for name in ("save_best", "early_stopping"):
         if getattr(training, name) and not source.chooses:
@@ -90,8 +89,6 @@ def begin_from_files(trainer, source):
         load_weights(trainer, training.init_from, source)
     trainer.trained_on.update(source.names)
     trainer.chosen_by.update(source.choosing)
-    for name in ("save_checkpoint", "save_best") if trainer.world.first else ():
-        checkpoints.require_own(getattr(training, name), name, trainer.program, training.resume)
 
 
 def refuse_other_sizes(made, config, what):

@@ -4,6 +4,7 @@ What every program has stands here: the run (TrainingConfig), the switches that 
 (Switches) and what is recorded (ProfilerConfig). A model adds its sizes and its own switches. No torch.
 """
 import math
+import os
 from dataclasses import dataclass, field, fields, replace
 
 from fusion_lab.kernels.limits import HAS_TRITON
@@ -192,7 +193,8 @@ class TrainingConfig(Checkpoints):
         self.require("save_every", "save_checkpoint")
         if self.lr_warmup_steps >= self.num_steps and self.lr_warmup_steps:
             self.refuse("lr_warmup_steps", f"must be less than --num-steps {self.num_steps}")
-        if self.save_best and self.save_best == self.save_checkpoint:
+        if self.save_best and self.save_checkpoint and \
+                os.path.realpath(self.save_best) == os.path.realpath(self.save_checkpoint):
             self.refuse("save_best", "must be another file than --save-checkpoint")
         if self.resume and self.init_from:
             self.refuse("init_from", "allowed without --resume only")

@@ -109,8 +109,9 @@ def print_result(headline, path, settings):
         print(f"Results: {path}", flush=True)
         return
     place = dict(summary_file=os.path.abspath(path))
-    while len(text := json.dumps(headline | place, allow_nan=False)) > MOST_BYTES:
-        longest = max(headline, key=lambda key: len(json.dumps(headline[key])))
+    while len(text := json.dumps(headline | place, allow_nan=False)) > MOST_BYTES and \
+            (told := [key for key, value in headline.items() if value is not None]):
+        longest = max(told, key=lambda key: len(json.dumps(headline[key])))
         headline = {**headline, longest: shorter(headline[longest])}  # whose least important stand last
     print(text, flush=True)
 

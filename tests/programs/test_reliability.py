@@ -127,11 +127,16 @@ class Choosing(Numbers):
         return Evaluation("better and better", {}, score=trainer.step_number)
 
 
-def train_chooser(directory, *flags):
+class Worsening(Choosing):
+    def evaluate(self, trainer, stop, final=False):
+        return Evaluation("worse and worse", {}, score=-trainer.step_number)
+
+
+def train_chooser(directory, *flags, data=Choosing):
     """The small program, with evaluations that choose."""
     return tof.main([*"--width 4 --num-steps 2 --warmup-steps 0 --device cpu --profile-dir".split(),
                      str(directory / "p"), *map(str, flags)],
-                    dataclasses.replace(SMALL_PROGRAM, data=Choosing))
+                    dataclasses.replace(SMALL_PROGRAM, data=data))
 
 
 @pytest.mark.parametrize("flag", ["--save-checkpoint", "--save-best"])
@@ -166,6 +171,38 @@ def test_the_checkpoint_that_is_resumed_is_no_earlier_runs(tmp_path):
     assert train(tmp_path, "--save-checkpoint", path) == 0
     assert train(tmp_path, "--save-checkpoint", path, "--resume", path, "--num-steps", 3) == 0
     assert sorted(os.listdir(tmp_path)) == ["c.pt", "p"] and torch.load(path)["step"] == 3
+
+
+def test_the_best_weights_of_the_run_that_is_resumed_stay(tmp_path):
+    """Of another run they are set aside, as ever."""
+    more = "--eval-every", 1, "--save-checkpoint", tmp_path / "c.pt", "--save-best", tmp_path / "b.pt"
+    assert train_chooser(tmp_path, *more, data=Worsening) == 0
+    best = (tmp_path / "b.pt").read_bytes()
+    more += "--resume", tmp_path / "c.pt"
+    assert train_chooser(tmp_path, *more, "--num-steps", 3, data=Worsening) == 0
+    assert (tmp_path / "b.pt").read_bytes() == best and sorted(os.listdir(tmp_path)) == ["b.pt", "c.pt", "p"]
+    saved = torch.load(tmp_path / "b.pt")
+    torch.save(dict(saved, best=dict(saved["best"], score=-7)), tmp_path / "b.pt")
+    assert train_chooser(tmp_path, *more, "--num-steps", 4, data=Worsening) == 0
+    assert len(list(tmp_path.glob("b.pt.old-*"))) == 1
+
+
+def test_checkpoints_in_the_run_s_own_directory(tmp_path, capsys):
+    place = tmp_path / "p"
+    for force in ((), ("--force",)):  # the second sets the whole first run aside
+        assert train(tmp_path, "--save-checkpoint", place / "c.pt", *force) == 0
+        assert (place / "c.pt").exists() and not list(place.glob("*.lock")) and not list(place.glob("*.old*"))
+    assert train(tmp_path, "--save-checkpoint", place / "metrics.jsonl", "--force") == 2
+    assert "metrics.jsonl" in capsys.readouterr().err and len(os.listdir(tmp_path)) == 2
+
+
+def test_a_start_that_is_refused_moves_nothing(tmp_path):
+    path, foreign = tmp_path / "c.pt", tmp_path / "x.pt"
+    assert train_chooser(tmp_path, "--save-checkpoint", path) == 0
+    foreign.write_bytes(b"mine")
+    for more in ((), ("--save-best", foreign, "--force")):  # the directory is not empty; a file is foreign
+        assert train_chooser(tmp_path, "--save-checkpoint", path, *more) == 2
+        assert sorted(os.listdir(tmp_path)) == ["c.pt", "p", "x.pt"] and foreign.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 999, b"PK\x03\x04 damaged", "a directory", "foreign"])

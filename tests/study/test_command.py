@@ -25,7 +25,7 @@ SMALL = ["--batch-sizes", "2", "--seq-lens", "32", "--num-runs", "2", "--no-plot
 def fake(monkeypatch, tmp_path):
     """study(*flags, **knobs) runs a study of the fake trainer in tmp_path; returns its exit code."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TINYOPENFOLD_SCRIPT", FAKE)
+    monkeypatch.setenv("STUDY_TEST_TRAINER", FAKE)
 
     def study(*flags, name="s", **knobs):
         monkeypatch.setenv("FAKE_TRAINER", json.dumps(knobs))
