@@ -25,7 +25,7 @@ from fusion_lab.training import files
 
 files.quiet(__name__)
 
-from fusion_lab.training.files import MISSING, UserError, exit_code, require_packages, write_json
+from fusion_lab.training.files import MISSING, UserError, exit_code, finite, require_packages, write_json
 
 require_packages("measure_kernels.py", "torch", "triton")
 
@@ -282,9 +282,9 @@ def main(argv=None):
         for size in arguments.sizes:
             rows += measure(name, size, arguments, device)
             if arguments.out:
-                write_json(arguments.out / "kernels.json", dict(
+                write_json(arguments.out / "kernels.json", finite(dict(
                     command=" ".join(["python benchmarks/measure_kernels.py", *sys.argv[1:]]),
-                    date=time.strftime("%F"), rows=rows, system_info=system_info(device)))
+                    date=time.strftime("%F"), rows=rows, system_info=system_info(device))))
     return int(not all(row.get("accurate") for row in rows if row["implementation"] in OURS))
 
 

@@ -13,6 +13,7 @@ its reason; exit code 1 if one fails or is not accurate. With --root the rows' n
 and the last lines compare each checkout with the last one.
 """
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -35,6 +36,7 @@ from fusion_lab.training.files import (
     OUT_OF_MEMORY,
     UserError,
     exit_code,
+    finite,
     write_json,
 )
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
@@ -182,8 +184,8 @@ def main(argv=None):
         parser.error(f"no rung is left by --only {arguments.only!r}")
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        number = len(list(arguments.out.glob("ladder*.json")))
-        path = arguments.out / f"ladder{number or ''}.json"
+        path = next(path for number in itertools.count()
+                    if not (path := arguments.out / f"ladder{number or ''}.json").exists())
     about = dict(command=sys.argv, commits={str(root): commit(root) for root in roots.values()},
                  system_info=system_info(choose_device("auto")), date=time.strftime("%F"))
     rows = []
@@ -191,7 +193,7 @@ def main(argv=None):
         for row in measured(group, arguments.steps):
             rows.append(row)
             if arguments.out:
-                write_json(path, dict(about, rows=rows))
+                write_json(path, finite(dict(about, rows=rows)))
     if len(roots) > 1:
         print("\n".join(compared(rows, list(roots))))
     return int(not all(row.get("accurate") for row in rows))

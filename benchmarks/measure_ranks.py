@@ -111,8 +111,7 @@ def main(argv=None):
     asked = parser.parse_args(argv)
     if not (asked.quick or torch.cuda.is_available()):
         raise UserError("needs a GPU; --quick tries the script on a CPU", code=MISSING)
-    if asked.out:
-        os.makedirs(asked.out, exist_ok=True)
+    os.makedirs(asked.out, exist_ok=True)
     rows, result = [], dict(command=sys.argv, date=time.strftime("%F"),
                             system_info=system_info(choose_device("cpu" if asked.quick else "auto")))
     runs = [run for run in runs_of(asked.gpus, asked.quick) if re.search(asked.only, run[0])]
@@ -127,7 +126,7 @@ def main(argv=None):
         rows.append(of_length(length, asked.steps, asked.quick))
         write_json(asked.out / "ranks.json", dict(result, rows=rows))
     print("\n".join(aligned(gains(rows))))
-    return int(any("failed" in row for row in rows))
+    return int(any("failed" in row or not row.get("accurate", True) for row in rows))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ import torch
 from benchmarks.peers_cases import PEERS, problem
 from fusion_lab.kernels.library.attention_choice import prepare_flex_attention
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
-from fusion_lab.training.files import MISSING, UserError, exit_code, write_json
+from fusion_lab.training.files import MISSING, UserError, exit_code, finite, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
 
@@ -232,10 +232,12 @@ def main(argv=None):
         for operation in OPERATIONS:
             rows += compare(operation, size, arguments, device)
         if arguments.out:
-            write_json(arguments.out / "peers.json", dict(
+            write_json(arguments.out / "peers.json", finite(dict(
                 command=" ".join(["python benchmarks/peers.py", *sys.argv[1:]]), rows=rows,
-                date=time.strftime("%F"), system_info=system_info(device)))
-    return int(any(not row.get("accurate") for row in rows if row["peer"] == JUDGED))
+                date=time.strftime("%F"), system_info=system_info(device))))
+    if not rows:
+        raise UserError(f"nothing is left by --only {arguments.only!r}")
+    return int(any("failed" in row or not row.get("accurate", True) for row in rows if row["peer"] == JUDGED))
 
 
 if __name__ == "__main__":

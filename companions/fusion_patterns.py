@@ -39,7 +39,6 @@ from fusion_lab.measuring.bounds.ceilings import copy_ceiling
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.counters import is_view
 from fusion_lab.measuring.tables import aligned, cell
-from fusion_lab.training import files
 from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.machine import choose_device, keep_freed_memory, system_info
 from fusion_lab.training.reporting import print_result
@@ -52,6 +51,7 @@ if HAS_TRITON:
 
 DIRECTORY = "./pytorch_profiles_v2"  # for the result, without --profile-dir
 KEPT = 8  # of top-k
+WITHOUT = "needs a GPU and Triton"
 
 
 def plain_norm(x, weight, bias=None):
@@ -174,7 +174,7 @@ def step(run, tensors):
 def faults(ways, tensors, dtype):
     """{name: why its times say nothing}: it fails, or its results are further from float64 than three times
     plain code's."""
-    found = {name: "needs a GPU and Triton" for name, run in ways.items() if run is None}
+    found = {name: WITHOUT for name, run in ways.items() if run is None}
     exact = step(ways["plain"], [t.detach().double().requires_grad_(t.requires_grad) for t in tensors])
     own = step(ways["plain"], tensors)
     for name in ways.keys() - found.keys():
@@ -377,7 +377,8 @@ def run(argv):
     files.write_json(path, files.finite(dict(mode="fusion_patterns", system_info=system_info(device),
                                              copy_bytes_per_s=copy, patterns=results, ladder=steps)))
     wrong = [f"{result['name']} {way['name']}" for result in results for way in result["ways"]
-             if (way["reason"] or "").startswith("wrong")]
+             if (way["reason"] or "").startswith("wrong")
+             or way["name"] == "ours" and way["reason"] not in (None, WITHOUT)]
     if wrong:
         print(f"WRONG: {', '.join(wrong)}")
     verdicts = {result["name"]: [found[0] for found in result["verdict"].values()] for result in results}

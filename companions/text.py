@@ -5,6 +5,7 @@ its path says so, so that the choice depends on nothing else. Letters: B samples
 """
 import hashlib
 import math
+import os
 import platform
 import sysconfig
 from pathlib import Path
@@ -23,7 +24,7 @@ MOST_WINDOWS = 512  # of an evaluation, unless more are asked for
 
 
 def is_held_out(name):
-    return int.from_bytes(hashlib.sha256(name.encode()).digest(), "big") % ONE_IN == 0
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest(), "big") % ONE_IN == 0
 
 
 def read_corpus(place):

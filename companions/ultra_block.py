@@ -15,9 +15,9 @@ import torch
 
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.kernels.precision import product_dtype
-from fusion_lab.measuring.contest import measured, table
+from fusion_lab.measuring.contest import failed, measured, table
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.files import MISSING, NO_GPU, UserError, write_json
+from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError, write_json
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
 
@@ -137,7 +137,9 @@ def compare_ultra(program, settings):
             print(table(f"B {batch_size}, S {length}, {part}", rows), f"Verdict: {verdict(rows)}\n", sep="\n",
                   flush=True)
             torch.cuda.empty_cache()
+    broken = [name for shape in shapes for part in ("forward", "training step")
+              for name in failed(shape[part]["rows"], ULTRA)]
     path = os.path.join(settings.profiler.profile_dir, program.result("ultra_comparison"))
     write_json(path, dict(mode="compare_ultra", shapes=shapes, system_info=system_info(device)))
     print_result(dict(mode="compare_ultra"), path, settings)
-    return 0
+    return FAILED if broken else 0

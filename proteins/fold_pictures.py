@@ -6,6 +6,7 @@ colours of AlphaFold's database. Letters in shapes: L residues.
 import base64
 import html
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -69,9 +70,9 @@ def write_page(path, m, atoms, plddt, result):
                 distances=base64.b64encode(tenths.tobytes()).decode())
     title = html.escape(f"{maps.printable(m.name)}: predicted fold")
     paragraphs = "\n".join(f'<p class="{kind}">{html.escape(words)}</p>' for kind, words in notes(result))
-    text = PAGE.read_text(encoding="utf-8").replace("TITLE", title).replace("NOTES", paragraphs)
-    text = text.replace("DATA", json.dumps(data).replace("<", "\\u003c"))  # last: it is not searched
-    write_text(path, text)
+    parts = dict(TITLE=title, NOTES=paragraphs, DATA=json.dumps(data).replace("<", "\\u003c"))
+    page = PAGE.read_text(encoding="utf-8")  # a name may be such a word: what is put in is not searched
+    write_text(path, re.sub("|".join(parts), lambda found: parts[found[0]], page))
 
 
 # --- Picture --------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def read_protein(training, alignment):
 
 def model_input(protein, config, rows, seed):
     """What a model of this config sees of an alignment, a batch of one: the query and other rows, drawn by
-    the seed as in the trainer's evaluation. The one place that makes it for --contacts."""
+    the seed as in the trainer's evaluation. The one place that makes it for --contacts and --fold."""
     msa, extra = (some_rows(protein.msa, most, (seed, 3)).astype(np.int64)[None]
                   for most in (rows, MOST_EXTRA))
     return assemble(None, msa, None, None, clean=True, extra=None if config.coevolution == "none" else extra)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from companions.kernels import EPS
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.common import candidates
+from fusion_lab.kernels.common import candidates, check_dtype
 
 PROGRAMS = 512  # of add_norm's backward pass, each with partial sums of its own for the weights' gradients
 MOST_KEPT = 64  # entries of a row, which a program keeps in registers
@@ -71,6 +71,7 @@ LINEAR = candidates(("BM", "BN", "BK", "GROUP", "num_warps", "num_stages"), (64,
 
 
 def linear_gelu(x, weight, bias):
+    check_dtype(x, "linear + GELU")
     x, weight = x.contiguous(), weight.contiguous()
     (M, K), N = x.shape, len(weight)
     y, shape = x.new_empty(M, N), f"{str(x.dtype)[6:]} M{triton.next_power_of_2(M)} N{N} K{K}"
@@ -343,6 +344,7 @@ SCORES = candidates(("BM", "BN", "num_warps", "num_stages"), (32, 32, 4, 2), (64
 def masked_softmax(q, k, mask):
     """(heads, L, L), over keys whose mask is above 0; NaN where there are none. D: a power of two from 16 to
     128."""
+    check_dtype(q, "masked softmax")
     heads, L, D = q.shape
     if D not in (16, 32, 64, 128):
         raise ValueError(f"no kernel for heads of width {D}")

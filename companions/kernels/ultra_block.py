@@ -24,7 +24,7 @@ import triton.language as tl
 from companions.kernels import ULTRA_WIDTHS
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.common import candidates, processors
+from fusion_lab.kernels.common import candidates, check_dtype, processors
 
 BARRIERS = 4  # between five phases, each with a counter of its own
 
@@ -187,20 +187,21 @@ TILES = candidates(("BM", "BN", "BK", "num_warps", "num_stages"), (32, 32, 32, 4
                    (64, 64, 64, 4, 3), (128, 64, 32, 8, 2), (16, 64, 64, 4, 3))
 
 
-def ultra_block(x, weights, angles, heads, kv_heads, eps, counters, grid=None):
+def ultra_block(x, weights, angles, heads, kv_heads, eps, counters):
     """The block of x (B, S, c) in one launch. angles (2, S, D / 2) float32: cos and sin; counters (4,) int32,
-    zero at first, kept for the next launch. grid: programs, all of which must fit on the GPU at once."""
+    zero at first, kept for the next launch. All programs must fit on the GPU at once."""
     B, S, C = x.shape
     width, F = C // heads, weights.down.shape[1]
     if width not in ULTRA_WIDTHS:
         raise ValueError(f"no ultra-fused block for heads of width {width} (but for {ULTRA_WIDTHS})")
     x, dtype = x.contiguous(), weights.qkv.dtype
+    check_dtype(weights.qkv, "ultra-fused block")
     qkv = x.new_empty(B * S, (heads + 2 * kv_heads) * width, dtype=dtype)
     mixed, wide = x.new_empty(B * S, C, dtype=dtype), x.new_empty(B * S, F, dtype=dtype)
     middle, out = torch.empty_like(x), torch.empty_like(x)
     shape = f"{str(dtype)[6:]} M{triton.next_power_of_2(B * S)} S{S} C{C} F{F}"
     sizes = dict(B=B, S=S, C=C, F=F, H=heads, G=kv_heads, D=width)
     tuner.launch("ultra_block_kernel", shape, TILES, lambda chosen: start(
-        ultra_block_kernel, (grid or processors(x, 1),), x, *weights, angles, qkv, mixed, middle, wide, out,
+        ultra_block_kernel, (processors(x, 1),), x, *weights, angles, qkv, mixed, middle, wide, out,
         counters, eps=eps, scale=width ** -0.5, **sizes, launch_cooperative_grid=True, **chosen))
     return out

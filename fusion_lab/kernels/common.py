@@ -5,7 +5,7 @@ Imports triton; whoever imports this has asked `limits.HAS_TRITON` first. Rules 
     - one rounding at each store
     - sums over positions as one partial sum a program, so that every run gives the same bits
     - program numbers are int64 before they are multiplied: offsets go beyond 2**31
-    - tensors of 16 bits; in Triton's interpreter also float32, where rounding hides no mistake
+    - operands of products in 16 bits; in Triton's interpreter also float32, where rounding hides no mistake
 
 Shapes in helpers: x (BM, C) is a tile of BM positions with all their C channels.
 """
@@ -105,9 +105,14 @@ def alike(*tensors):
     return True
 
 
+def multiplies(x, dtype):
+    """Whether our kernels multiply in this dtype where x lies: in the interpreter also in float32."""
+    return dtype in HALF or dtype == torch.float32 and not x.is_cuda
+
+
 def check_dtype(x, what):
     """ValueError for a tensor in whose dtype our kernels do not multiply."""
-    if x.dtype not in HALF and not (x.dtype == torch.float32 and not x.is_cuda):
+    if not multiplies(x, x.dtype):
         raise ValueError(f"no Triton {what} in {str(x.dtype)[6:]}, but in float16 and bfloat16")
 
 

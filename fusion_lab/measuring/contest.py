@@ -116,3 +116,8 @@ def table(title, rows):
         times = "{:.2f} ({:.2f}, {:.2f})".format(*(1e3 * row[key] for key in ("median", "p20", "p80")))
         cells.append([row["name"], times, "n/a" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}"])
     return "\n".join(aligned(cells))
+
+
+def failed(rows, start):
+    """Names of the rows of measured() that did not run, of those that start so."""
+    return [row["name"] for row in rows if "reason" in row and row["name"].startswith(start)]

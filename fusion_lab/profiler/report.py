@@ -86,7 +86,7 @@ def report_lines(analysis, pictures=()):
         return ["", f"![{name.removesuffix('.png').replace('_', ' ')}]({name})"] if name in pictures else []
     own_ms = sum(e["self_us"] for e in analysis.kernels) / 1e3
     lines = ["# PyTorch profiler session", "", *run_lines(analysis), "",
-             f"Trace: `{analysis.trace}`, for https://ui.perfetto.dev or TensorBoard. All figures are per "
+             f"Trace: `{analysis.trace}`, for https://ui.perfetto.dev. All figures are per "
              f"step, all blocks together; machine-readable in `{ANALYSIS}`.", "",
              *(f"**Caution:** {text}\n" for text in analysis.unrecorded), "## Findings", "",
              *(f"{i}. {text}" for i, text in enumerate(analysis.findings(), 1)), "",

@@ -210,7 +210,7 @@ class TrainingConfig(Checkpoints):
 @dataclass(frozen=True)
 class ProfilerConfig(Checked):
     """What is recorded beside the timings, and where results go."""
-    enable_pytorch_profiler: bool = option(False, "trace of the measured steps for Perfetto and TensorBoard")
+    enable_pytorch_profiler: bool = option(False, "trace of the measured steps for Perfetto")
     enable_memory_profiling: bool = option(False, "saved activations by sub-layer, and a memory timeline")
     enable_rocm_profiling: bool = option(False, "roctx/NVTX ranges and profiler start/stop round the "
                                                 "measured steps, for an outer profiler")

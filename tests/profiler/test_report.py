@@ -495,8 +495,9 @@ def test_two_sessions_in_words():
     found = report.compare_sessions(session(4.0), other, "earlier")
     assert found["differences"] == ["relu True -> False", "gpu_name None -> G", "torch_version 2 -> 3"]
     assert any("different clocks: time and GPU time" in line for line in report.comparison_lines(found))
-    rows = [dict(median_batch_time=0.004), dict(measured=True, median_batch_time=0.002, speedup=2.0,
-                                                speedup_p20=1.75, speedup_p80=2.25)]
+    rows = [dict(median_batch_time=0.005), dict(  # compiled, so beside a baseline of its own process
+        measured=True, baseline_batch_time=0.004, median_batch_time=0.002, speedup=2.0, speedup_p20=1.75,
+        speedup_p80=2.25)]
     assert report.comparison_lines(dict(found, interleaved=rows))[4] == (
         "Interleaved steps of both: 4.00 -> 2.00 ms, 2.00x (p20 1.75, p80 2.25).")
     assert "not measured: x" in report.interleaved_line(rows[0], dict(measured=False, reason="x"))

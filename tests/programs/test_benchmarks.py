@@ -1,5 +1,6 @@
 """The programs in benchmarks/, at tiny sizes on a CPU: they run, judge accuracy and write their results."""
 import json
+import math
 import os
 import re
 import shutil
@@ -155,6 +156,10 @@ def test_patched_layers_that_are_wrong_or_absent():
             "cuEquivariance": dict(failed="not ours to judge")}
     assert [text.partition(":")[0] for text in measure_patches.broken(rows)] == [
         "patched", "as it is, checkpointed"]
+    one, nan = torch.ones(3), torch.full((3,), torch.nan)
+    wrong = measure_patches.errors([(one, nan), (nan, one)], [(one, one), (one, one)])
+    assert len(measure_patches.broken({"as it is": dict(errors=[0, 0]), "patched": dict(errors=wrong)})) == 1
+    assert all(math.isnan(error) for error in wrong)
     done = run("measure_patches.py", "--quick")
     assert done.returncode == 3 and done.stderr.count("\n") == 1 and "boltz" in done.stderr
 

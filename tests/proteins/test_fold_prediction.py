@@ -185,7 +185,7 @@ def test_remarks_of_a_pdb_file(tmp_path):
 # --- The page -------------------------------------------------------------------------------------------
 
 
-def a_map(size=24, name="x </script><b>"):
+def a_map(size=24, name="DATA NOTES </script><b>"):
     """(maps.ContactMap without a structure, atoms (L, 5, 3)) of a fold."""
     from proteins.maps import ContactMap
     atoms, letters = a_fold().numpy()[:size], SEQUENCE[:size]
@@ -214,7 +214,7 @@ def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
     tenths = np.frombuffer(base64.b64decode(data["distances"]), np.uint8).reshape(24, 24)
     assert tenths == pytest.approx(10 * distances.clip(0, 25.5), abs=0.51)
     assert data["secondary"].count("H") >= 12 and data["sequence"] == SEQUENCE
-    assert "x &lt;/script&gt;&lt;b&gt;" in text and text.count("</script>") == 1
+    assert "DATA NOTES &lt;/script&gt;&lt;b&gt;" in text and text.count("</script>") == 1
     assert not re.search(r"https?://|src=|@import|url\(", text)
 
 

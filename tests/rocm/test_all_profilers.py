@@ -54,6 +54,12 @@ def test_a_failure_does_not_stop_the_rest(run_all):
     assert run_all("7.0", dict(FAKE_TRAINER="raise"), "--only=pytorch")[:2] == (1, {"pytorch": "FAIL"})
 
 
+def test_a_preflight_of_pytorch_s_profiler_alone_is_refused(machine):
+    machine("7.0")
+    done = start("all", "--only=pytorch", "--preflight")
+    assert done.returncode == 2 and "--preflight" in done.stderr
+
+
 def test_all_profilers_without_rocm(run_all):
     code, words, page = run_all(None, dict(FAKE_HIP=""), "--quick")
     assert code == 0 and list(words.values()) == ["PASS", "SKIP", "SKIP", "SKIP"]

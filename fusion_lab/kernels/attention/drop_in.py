@@ -9,10 +9,10 @@ from fusion_lab.kernels.attention import bias_gradient
 from fusion_lab.kernels.attention import operator as attention
 from fusion_lab.kernels.attention import padded_bias as padding
 from fusion_lab.kernels.attention.layout import strides
-from fusion_lab.kernels.common import check_device, check_shapes
+from fusion_lab.kernels.common import check_device, check_shapes, multiplies
 from fusion_lab.kernels.eager import planned, say_plain, watched
 from fusion_lab.kernels.limits import WIDEST_HEAD
-from fusion_lab.kernels.precision import HALF, product_dtype
+from fusion_lab.kernels.precision import product_dtype
 
 NAME = "triangle_attention"
 CAST = (torch.float32, torch.float16, torch.bfloat16)  # by autocast, which leaves float64 as it is
@@ -99,14 +99,14 @@ def plain(q, k, v, bias, mask, scale):
     """The same by PyTorch's operations. What scores cost is reading and writing them: q is scaled, not they,
     and bias and mask are added in place (vmap may have a batch of these alone, which fits in no place)."""
     add = torch.add if torch._C._are_functorch_transforms_active() else torch.Tensor.add_
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT  # (B, N, H, Q, K)
+    wide = torch.float32 if q.dtype == torch.float16 else q.dtype  # -65504 ends float16
+    scores = ((q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT).to(wide)  # (B, N, H, Q, K)
     scores = add(scores, padding.lifted(bias))
     if mask is None:
-        return scores.softmax(-1) @ v
+        return scores.softmax(-1).to(v.dtype) @ v
     present = mask.bool()
-    scores = add(scores, torch.zeros_like(present, dtype=q.dtype).masked_fill(~present,
-                                                                             padding.lowest(q.dtype)))
-    out = scores.softmax(-1) @ v
+    scores = add(scores, torch.zeros_like(present, dtype=wide).masked_fill(~present, padding.lowest(wide)))
+    out = scores.softmax(-1).to(v.dtype) @ v
     return torch.where(present.any(-1, keepdim=True), out, out.detach())  # no gradient from empty rows
 
 
@@ -136,7 +136,7 @@ def triangle_attention(q, k, v, bias, mask=None, scale=None, return_aux=False, *
         dtype = product_dtype(q)
         q, k, v = (x.to(dtype) if x.dtype in CAST else x for x in (q, k, v))
     given = q, k, v, bias, mask = checked(q, k, v, bias, mask)
-    if q.shape[-1] > WIDEST_HEAD or q.shape != k.shape or q.is_cuda and q.dtype not in HALF:
+    if q.shape[-1] > WIDEST_HEAD or q.shape != k.shape or not multiplies(q, q.dtype):
         keys = "" if q.shape == k.shape else "another number of keys than queries with "
         say_plain(NAME, f"{keys}heads of {q.shape[-1]} channels in {str(q.dtype)[6:]}")
         return plain(*given, scale)

@@ -75,8 +75,9 @@ def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, ou
 
     weight (4 c, c) of q, k, v and gate; gate_bias (c,); out_weight (c, c). bias (B, H, L, L), nowhere below
     -1e9, or head_weight (H, c), which makes it of LayerNorm(x) (then X = Y; for axis 1 the transpose is
-    taken), or neither; keys (B, L), 1 = present; drop: factors that broadcast to x, without a gradient. Under
-    autocast the products are made in its dtype, and the sum in that of the residual.
+    taken), or neither; keys (B, L), or (B, R, L) for each row, 1 = present; drop: factors that broadcast to
+    x, without a gradient. Under autocast the products are made in its dtype, and the sum in that of the
+    residual.
     """
     dtype, add, drop = product_dtype(x), residual is x, projections.widened(drop, x.shape[-1])
     c = x.shape[-1]

@@ -472,8 +472,8 @@ def gated_attention(qkvg, heads, axis, bias=None, keys=None, gate_bias=None):
     """Gated attention along axis 1 or 2 of (B, X, Y, c), a row for each position on the other.
 
     qkvg: [packed], q, k, v and gate behind each other (B, X, Y, 4 c), or [q, k, v, gate]; bias (B, H, L, L),
-    nowhere below -1e9; keys (B, L), 1 = present; gate_bias (c,), added to the gate. Returns (B, X, Y, c).
-    Gradients for all but keys.
+    nowhere below -1e9; keys (B, L) or (B, R, L) for each row, 1 = present; gate_bias (c,), added to the gate.
+    Returns (B, X, Y, c). Gradients for all but keys.
     """
     width = qkvg[-1].shape[-1] // (4 if len(qkvg) == 1 else 1) // heads
     length, gate_bias = qkvg[0].shape[axis], None if gate_bias is None else gate_bias.contiguous()

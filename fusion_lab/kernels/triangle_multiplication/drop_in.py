@@ -5,10 +5,10 @@ it is operator.triangle_multiplication().
 """
 import torch
 
-from fusion_lab.kernels.common import check_device, check_shapes, shared_dtype
+from fusion_lab.kernels.common import check_device, check_shapes, multiplies, shared_dtype
 from fusion_lab.kernels.eager import as_given, planned, say_plain, watched
 from fusion_lab.kernels.limits import CHANNELS
-from fusion_lab.kernels.precision import HALF, product_dtype
+from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
 
@@ -19,7 +19,7 @@ WEIGHTS = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_w
 
 def check(x, mask, weights):
     """ValueError for shapes that would be misread, or a weight that is missing."""
-    if x.dim() not in (3, 4):
+    if x.dim() not in (3, 4) or x.shape[-3] != x.shape[-2]:
         raise ValueError(f"x is {tuple(x.shape)}, but must be (B, N, N, D) or (N, N, D)")
     c = x.shape[-1]
     sizes = (c,), (c,), (2 * c, c), (2 * c,), (2 * c, c), (2 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,)
@@ -28,8 +28,10 @@ def check(x, mask, weights):
         if value is None and len(size) == 2:
             raise ValueError(f"{name} is missing")
     check_shapes(*given)
-    if mask is not None and mask.shape != x.shape[:-1]:
-        torch.broadcast_shapes(mask.shape, x.shape[:-1])
+    pairs = x.shape[:-1]
+    if mask is not None and (mask.dim() > len(pairs) or any(
+            n not in (1, m) for n, m in zip(reversed(mask.shape), reversed(pairs), strict=False))):
+        raise ValueError(f"mask is {tuple(mask.shape)}, but must be {tuple(pairs)}, or broadcast to it")
 
 
 def joined(x, p, g, columns):
@@ -142,7 +144,7 @@ def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_w
     weights = (norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias, norm_out_weight,
                norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias)
     outgoing, dtype, c = direction == "outgoing", product_dtype(x), x.shape[-1]
-    if c not in CHANNELS or x.is_cuda and dtype not in HALF:
+    if c not in CHANNELS or not multiplies(x, dtype):
         say_plain(NAME, f"{c} channels in {str(dtype)[6:]}")
         return by_whole_function(plain, x, mask, weights, outgoing, eps)
     given = x, mask, *weights

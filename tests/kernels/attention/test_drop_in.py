@@ -169,6 +169,26 @@ def test_a_plan_gives_the_bits_of_the_operators():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("present", [True, False])
+def test_the_plain_path_in_float16(present):
+    """More queries than keys; a row of scores without a key, by its bias and by its mask, is no NaN."""
+    q, k, v, bias = (torch.randn(shape, dtype=torch.float16) for shape in (
+        (1, 2, 2, 6, 16), (1, 2, 2, 4, 16), (1, 2, 2, 4, 16), (1, 1, 2, 6, 4)))
+    bias[:, :, :, 1] = float("-inf")
+    mask = torch.full((1, 2, 1, 1, 4), present)
+    found = run(drop_in.triangle_attention, 9 * q, k, v, bias, mask=mask)
+    assert all(x.isfinite().all() for x in found)
+    if present:
+        exact = run(drop_in.triangle_attention, *(t.double() for t in (9 * q, k, v, bias)), mask=mask)
+        assert torch.allclose(found[0].double(), exact[0], atol=0.02)
+
+
+def test_float64_takes_pytorchs_operations():
+    _, _, tensors = problem(torch.float64)
+    assert not violations(drop_in.triangle_attention, lambda q, k, v, bias: (
+        (0.25 * q @ k.mT + bias).softmax(-1) @ v), [t.detach() for t in tensors])
+
+
 def test_under_compile_checkpoint_and_no_grad():
     ours, _, tensors = problem(torch.float32)
     assert same_in_every_mode(ours, tensors, unused=0)

@@ -127,6 +127,10 @@ def test_the_names_of_cuequivariance(direction):
     one, zero = torch.ones(16), torch.zeros(16)
     assert torch.allclose(call(x, None), by_hand(x, direction, torch.ones(2, 5, 5), [one, zero, one, zero],
                                                  *matrices), atol=1e-4)
+    for x_shape, mask_shape, match in (((2, 5, 5), (5, 4), "mask"), ((2, 5, 5), (4, 2, 5, 5), "mask"),
+                                       ((1, 5, 5), (3, 5, 5), "mask"), ((2, 3, 5), (3, 5), "x is")):
+        with pytest.raises(ValueError, match=match):
+            call(torch.ones(*x_shape, 16), torch.ones(mask_shape), **given)
     with pytest.raises(ValueError, match="p_in_weight is missing"):
         drop_in.triangle_multiplicative_update(x)
 
