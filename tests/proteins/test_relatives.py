@@ -4,8 +4,6 @@ import dataclasses
 import itertools
 import json
 import os
-import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -30,7 +28,7 @@ from proteins.relatives import (
     require_protein,
 )
 from proteins.yardsticks import sequence_weights
-from tests.support import PATIENCE, ROOT, require_shared
+from tests.support import require_shared
 
 UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
 MYOGLOBIN = "VLSEGEWQLVLHVWAKVEADVAGHGQDILIRLFKSHPETLEKFDRFKHLKTEAEMKASEDLKKHGVTVLTALGAILKKKGHHEAELKP"
@@ -247,41 +245,4 @@ def test_a_broken_matplotlib_costs_the_picture_alone(setup, tmp_path, capsys, mo
     result = json.loads((tmp_path / "contacts" / "x.json").read_text())
     assert result["files"] == [f"contacts/x{suffix}" for suffix in (".npz", ".tsv", ".rr")]
     assert all(os.path.exists(path) for path in result["files"])
-
-
-# What waits in C for a lock that nobody releases: Python hears no signal meanwhile, as within one long
-# operation of torch.
-DEAF = """
-import ctypes, os, runpy, sys
-sys.path.insert(0, sys.argv.pop(1))
-from proteins import prediction
-
-def deaf(*_):
-    lock = ctypes.create_string_buffer(256)
-    os.write(1, b"deaf now\\n")
-    for _ in range(2):
-        ctypes.CDLL(None).pthread_mutex_lock(lock)
-
-prediction.run_model = deaf
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="a mutex of zeros is an unlocked one on Linux")
-def test_an_interrupt_is_heard_within_an_operation(setup, tmp_path):
-    script = tmp_path / "deaf.py"
-    script.write_text(DEAF)
-    command = [sys.executable, script, ROOT, ROOT / "tiny_openfold_v2.py", "--contacts", "x.a3m",
-               "--resume", "m.pt", "--device", "cpu"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert any(line == "deaf now\n" for line in process.stdout)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(PATIENCE) == 130
-        finally:
-            process.kill()
-        assert process.stderr.read().endswith("interrupted\n")
-    assert not list((tmp_path / "contacts").iterdir())
 
