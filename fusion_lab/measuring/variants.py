@@ -1,0 +1,118 @@
+"""Settings under a name: the one vocabulary of comparison, ablation and study. Needs no torch.
+
+    baseline      nothing is fused            only-X        the baseline and the switch X
+    fused         the defaults                without-X     the defaults without X
+    compiled      fused + torch.compile       X+Y           the baseline with X and Y
+    everything    --enable-all-fusion         fused+X       the defaults and X
+    ultra         --enable-ultra              given         the switches of the command line
+
+X is a switch as its flag spells it: flash-attention for --enable-flash-attention.
+"""
+from dataclasses import dataclass, replace
+
+from fusion_lab.training.files import UserError
+
+BASELINE, FUSED, COMPILED, EVERYTHING, ULTRA, GIVEN = (
+    "baseline", "fused", "compiled", "everything", "ultra", "given")
+ONLY, WITHOUT = "only-", "without-"
+COMPILE = "enable_torch_compile"
+
+
+@dataclass
+class Variant:
+    """Settings and their name."""
+    name: str
+    settings: object  # Settings
+    reason: str | None = None  # why it is not measured
+    not_used: tuple = ()  # why switches that are on change nothing here, a sentence each
+
+    @property
+    def compiles(self):
+        """Whether it wants a process of its own: compiled code and captured steps mind what else is there."""
+        fusion = self.settings.fusion
+        return fusion.enable_torch_compile or fusion.enable_cuda_graphs
+
+
+def spelled(switch):
+    """"enable_flash_attention" -> "flash-attention" """
+    return switch.removeprefix("enable_").replace("_", "-")
+
+
+def with_fusion(settings, fusion):
+    return replace(settings, fusion=fusion)
+
+
+def fusion_named(name, given):
+    """The switches that a name stands for, as an instance of given's class; given are those of the command
+    line. Raises UserError."""
+    kind = type(given)
+    switches = {spelled(switch): switch for switch in kind.names()}
+
+    def turned(fusion, words, on):
+        if unknown := [word for word in words if word not in switches]:
+            names = ", ".join((*whole, f"{ONLY}X", f"{WITHOUT}X", "X+Y", f"{FUSED}+X"))
+            raise UserError(f"--variants {name!r}: must be {names}, where X is one of {', '.join(switches)}; "
+                            f"{unknown[0]!r} is none")
+        fusion = replace(fusion, **{switches[word]: on for word in words})
+        # --torch-compile-mode is for every row that compiles, unless that makes its own CUDA graphs
+        compiled = fusion.enable_torch_compile and not fusion.enable_cuda_graphs
+        return replace(fusion, torch_compile_mode=given.torch_compile_mode) if compiled else fusion
+
+    whole = {BASELINE: kind.preset(False), FUSED: kind(), COMPILED: turned(kind(), [spelled(COMPILE)], True),
+             EVERYTHING: kind.preset(True), ULTRA: kind.ultra(), GIVEN: given}
+    if name in whole:
+        return whole[name]
+    if name.startswith(WITHOUT):
+        return turned(kind(), [name.removeprefix(WITHOUT)], False)
+    first, *others = name.removeprefix(ONLY).split("+")
+    return turned(whole[first], others, True) if first in whole else turned(
+        whole[BASELINE], [first, *others], True)
+
+
+def default_names(settings, on_gpu):
+    """The usual rows: what is on by default together and one by one, compiled, and on a GPU the presets; the
+    command line's own switches if they are none of these."""
+    usual = type(settings.fusion)()
+    single = [f"{ONLY}{spelled(switch)}" for switch in usual.names() if getattr(usual, switch)]
+    names = [BASELINE, FUSED, *single, COMPILED, *([EVERYTHING, ULTRA] if on_gpu else []), GIVEN]
+    by_fusion = {}
+    for name in names:
+        by_fusion.setdefault(fusion_named(name, settings.fusion), name)
+    return list(by_fusion.values())
+
+
+def in_use(settings, on_gpu):
+    """Names of the switches that are on and do something here."""
+    fusion = settings.fusion
+    on = [name for name in fusion.names() if getattr(fusion, name)]
+
+    def complaints(names):
+        chosen = replace(fusion, **{name: name in names for name in on})
+        return set(with_fusion(settings, chosen).idle(on_gpu))
+
+    always = complaints(())
+    # A switch may need another one, so what is idle alone is asked again beside those that are not.
+    suspects = {name for name in on if complaints({name}) - always}
+    return [name for name in on if name not in suspects or not complaints({*on} - suspects | {name}) - always]
+
+
+def make_variants(settings, names, on_gpu):
+    """The baseline, then a Variant for each of the names (text with blanks or commas, or a list; None: the
+    usual ones). What has nothing of its own to measure here says why. Raises UserError."""
+    words = names.replace(",", " ").split() if isinstance(names, str) else names
+    if words is not None and not words:
+        raise UserError("--variants: names nothing")
+    asked = [BASELINE, *(default_names(settings, on_gpu) if words is None else words)]
+    variants, known = [], {}
+    for name in dict.fromkeys(asked):
+        variant = Variant(name, with_fusion(settings, fusion_named(name, settings.fusion)))
+        variant.not_used = tuple(variant.settings.idle(on_gpu))
+        used, fusion = in_use(variant.settings, on_gpu), variant.settings.fusion
+        does = replace(fusion, **{switch: switch in used for switch in fusion.names()})
+        same = known.setdefault(does, name)
+        if variant.not_used and name not in (EVERYTHING, ULTRA, GIVEN):
+            variant.reason = "; ".join(variant.not_used)
+        elif same != name and name != GIVEN:
+            variant.reason = "; ".join((f"here it is the same as {same}", *variant.not_used))
+        variants.append(variant)
+    return variants
