@@ -8,7 +8,8 @@
 
 Reading order: FusedEvoformerBlock, then the sub-layers above it in the order it calls them. Fused and plain
 code stand side by side in attend(), in the sub-layers and in PackedProjections (kernels/library/packing.py in
-fusion_lab). What cannot stand so, our Triton kernels for instance, is in proteins/fast_evoformer.py.
+fusion_lab). What cannot stand so, our Triton kernels for instance, is in proteins/fast_evoformer.py of the
+package tiny_openfold.
 
 Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z channels of `msa` and `pair`,
 H heads, D head width, h hidden width of the outer product mean; attention has R rows of length L. "Alg." is
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, ProfilerConfig, option  # noqa: F401  for importers
 from fusion_lab.training.program import Program
-from proteins.options import TrainingConfig, TritonSwitches
+from tiny_openfold.proteins.options import TrainingConfig, TritonSwitches
 
 # --------------------------------------------------------------------------------------------------------
 # Configs of model and fusion; each field is a command-line flag
@@ -125,11 +126,11 @@ from fusion_lab.training.files import StopRequest
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import master_weights
 from fusion_lab.training.models import begin_from_files
-from proteins import batches as proteins
-from proteins import coevolution, contacts, fast_evoformer, fold_prediction, prediction
-from proteins.files import TOKENS
-from proteins.orientation_heads import ORIENTATION_WEIGHT, OrientationHead, mean
-from proteins.seam import Evoformer
+from tiny_openfold.proteins import batches as proteins
+from tiny_openfold.proteins import coevolution, contacts, fast_evoformer, fold_prediction, prediction
+from tiny_openfold.proteins.files import TOKENS
+from tiny_openfold.proteins.orientation_heads import ORIENTATION_WEIGHT, OrientationHead, mean
+from tiny_openfold.proteins.seam import Evoformer
 
 # --------------------------------------------------------------------------------------------------------
 # Primitives: a linear layer, and attention, fused and plain side by side
@@ -389,7 +390,7 @@ SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "out
 
 class FusedEvoformerBlock(nn.Module):
     """Alg. 6: one Evoformer block, plain. With Triton switches it becomes a FastEvoformerBlock, whose
-    sub-layers add their updates in their last kernels (proteins/fast_evoformer.py)."""
+    sub-layers add their updates in their last kernels (tiny_openfold/proteins/fast_evoformer.py)."""
 
     def __init__(self, config, fusion_config=None):
         super().__init__()

@@ -14,8 +14,8 @@ import torch
 from fusion_lab.training.evaluations import Evaluation, evaluating
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.program import Data
-from proteins.files import LETTERS, UNKNOWN
-from proteins.synthetic import random_chains
+from tiny_openfold.proteins.files import LETTERS, UNKNOWN
+from tiny_openfold.proteins.synthetic import random_chains
 
 NOISE = 0.1  # share of residues drawn at random
 BEST_RECOVERY = 1 - NOISE + NOISE / 20

@@ -81,7 +81,7 @@ from companions import backbones
 from companions.kernels import dispatch
 from fusion_lab.kernels.library.custom_gradients import recomputed, stored
 from fusion_lab.kernels.precision import at_least_float32
-from proteins.files import UNKNOWN
+from tiny_openfold.proteins.files import UNKNOWN
 from tiny_openfold_v2 import Trainer, main
 
 if HAS_TRITON:

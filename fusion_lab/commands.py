@@ -1,23 +1,22 @@
-"""The console commands of the installed package. Each runs its program's file as a script: flags are judged
+"""The console commands of the installed package. Each runs a program's file as a script: its flags are judged
 before torch is imported, and Ctrl-C is one line, as if Python had been given the file."""
 import os
 import runpy
+import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+COMMANDS = {"tinyopenfold": "tiny_openfold_v2.py", "tinyopenfold-profile": "run_pytorch_profiler.py",
+            "tinyopenfold-study": "launch_performance_study.py"}
+TYPED = {}  # {file: the command that the user typed for it}
 
 
-def run(file):
-    """Run a file of the project as __main__."""
-    runpy.run_path(os.path.join(ROOT, file), run_name="__main__")
+def main():
+    command = os.path.basename(sys.argv[0])
+    TYPED[COMMANDS[command]] = command
+    runpy.run_path(os.path.join(ROOT, COMMANDS[command]), run_name="__main__")
 
 
-def trainer():
-    run("tiny_openfold_v2.py")
-
-
-def profile():
-    run("run_pytorch_profiler.py")
-
-
-def study():
-    run("launch_performance_study.py")
+def name(file):
+    """What a program calls itself in its help and errors: what the user typed, command or file."""
+    file = os.path.basename(file)
+    return TYPED.get(file, file)

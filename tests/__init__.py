@@ -1,7 +1,7 @@
 """Where the test of a thing is.
 
 tests/kernels/attention/test_operator.py tests fusion_lab/kernels/attention/operator.py, and so on: folders
-are as in fusion_lab, proteins and companions. `python tests/layout.py FILE` lists the tests of any file.
+are as in fusion_lab, tiny_openfold and companions.
 
     model/       tiny_openfold_v2.py: layers, Evoformer, trainer, training loop
     programs/    whole programs as a user starts them: runs, stops, wrong use, damaged files, verbs on a GPU

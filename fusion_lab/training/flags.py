@@ -7,10 +7,11 @@ import sys
 from dataclasses import asdict, fields
 from functools import partial
 
+from fusion_lab import __version__
 from fusion_lab.training import files, torchrun
 from fusion_lab.training.files import EXIT_CODES
 from fusion_lab.training.options import ProfilerConfig, flag
-from fusion_lab.training.program import VERSION, Program, Settings, load_program
+from fusion_lab.training.program import Program, Settings, load_program
 
 # OpenMP's threads spin while they wait for each other; on cores that others use too, one that waits keeps the
 # one that works from running. A tenth of GNU's usual number of turns costs nothing on an idle machine and
@@ -196,8 +197,8 @@ def make_parser(program, about=None, prog=None):
     add_modes(parser, program, str if about is None else lambda text: argparse.SUPPRESS)
     parser.add_argument("--program", metavar="FILE", default=None,
                         help=f"another model's file, which ends in its PROGRAM (default: {program.name})")
-    parser.add_argument("--version", action="version", version=f"{program.name} of TinyOpenFold {VERSION}",
-                        help="its version, and end")
+    parser.add_argument("--version", action="version", help="its version, and end",
+                        version=f"{program.name} of TinyOpenFold {__version__}")
     return parser
 
 

@@ -10,13 +10,13 @@ import os
 import sys
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 
+from fusion_lab import commands
 from fusion_lab.training.files import UserError, claim
 from fusion_lab.training.options import Checked, ProfilerConfig, Switches, TrainingConfig
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 DEFAULT_PROGRAM = os.path.join(ROOT, "tiny_openfold_v2.py")
 PARTS = ("model", "training", "fusion", "profiler")
-VERSION = "2.0.0"
 
 
 class Model:
@@ -149,7 +149,7 @@ class Program:
 
     @property
     def name(self):
-        return os.path.basename(self.file)
+        return commands.name(self.file)
 
     def settings(self, **values):
         """The defaults, with other values of some fields."""

@@ -13,8 +13,8 @@ from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.measuring.counters import saved_activations
 from fusion_lab.training.program import load_program
-from proteins.files import AMINO_ACIDS
 from tests.support import ROOT, require_shared
+from tiny_openfold.proteins.files import AMINO_ACIDS
 
 backbones = pytest.importorskip("companions.backbones", reason="this companion was deleted")
 FILE = ROOT / "companions" / "protein_mpnn.py"

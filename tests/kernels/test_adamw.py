@@ -9,7 +9,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.kernels import adamw
 from fusion_lab.training import checkpoints
 from fusion_lab.training.master_weights import KernelMasters, MasterWeights
-from proteins.batches import SyntheticProteins
+from tiny_openfold.proteins.batches import SyntheticProteins
 
 pytestmark = pytest.mark.interpreted
 

@@ -19,7 +19,6 @@ from fusion_lab.training import checkpoints
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.machine import process_settings
-from proteins.batches import SyntheticProteins
 from tests.kernels.attention import test_bias_gradient as check_added_bias
 from tests.kernels.attention import test_drop_in as drop_in_attention
 from tests.kernels.attention import test_layer as layers
@@ -37,6 +36,7 @@ from tests.kernels.triangle_multiplication import test_drop_in as drop_in_multip
 from tests.kernels.triangle_multiplication import test_operator as multiplication
 from tests.kernels.triangle_multiplication import test_products as products
 from tests.support import ROOT
+from tiny_openfold.proteins.batches import SyntheticProteins
 
 if COMPANIONS := (ROOT / "companions").exists():  # they may go
     from tests.companions.kernels import test_gated_rotary as gated

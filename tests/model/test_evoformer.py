@@ -24,8 +24,8 @@ from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import OpCounter, saved_activations
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.machine import process_settings
-from proteins.batches import SyntheticProteins
 from tests.support import require_shared
+from tiny_openfold.proteins.batches import SyntheticProteins
 
 COMBINATIONS = list(itertools.product([False, True], repeat=5))
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.training import options
-from proteins.costs import costs
+from tiny_openfold.proteins.costs import costs
 
 CPU = torch.device("cpu")
 TINY = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,

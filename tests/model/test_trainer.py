@@ -6,8 +6,8 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
-from proteins.batches import SyntheticProteins
 from tests.model.test_layers import CPU, trainer_of
+from tiny_openfold.proteins.batches import SyntheticProteins
 
 SMALL = tof.TinyOpenFoldConfig(num_blocks=1, msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=3,
                                outer_product_dim=4)

@@ -13,9 +13,9 @@ from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.metrics import read_metrics
 from fusion_lab.training import checkpoints
 from fusion_lab.training.evaluations import Evaluation
-from proteins.batches import SyntheticProteins
 from tests.model.test_layers import TINY, trainer_of
 from tests.support import last_json
+from tiny_openfold.proteins.batches import SyntheticProteins
 
 CPU = torch.device("cpu")
 

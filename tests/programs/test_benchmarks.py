@@ -86,7 +86,7 @@ def test_contenders_warm_up_alone_and_race_in_turn(monkeypatch):
 def test_ladder_of_two_checkouts(tmp_path):
     """The other one's code runs: there the model says something else of its attention."""
     other = tmp_path / "other"
-    for package in ("fusion_lab", "proteins"):
+    for package in ("fusion_lab", "tiny_openfold"):
         shutil.copytree(ROOT / package, other / package)
     (other / "benchmarks").mkdir()
     shutil.copy(ROOT / "benchmarks" / "ladder_rung.py", other / "benchmarks")

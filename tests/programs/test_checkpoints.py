@@ -8,7 +8,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.checkpoints import read_checkpoint, restore, snapshot
 from fusion_lab.training.files import UserError
-from proteins.batches import SyntheticProteins
+from tiny_openfold.proteins.batches import SyntheticProteins
 
 SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
              seq_len=8, batch_size=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from proteins.batches import SyntheticProteins
+from tiny_openfold.proteins.batches import SyntheticProteins
 
 
 def test_plain_attention_adds_its_weights_up_in_float32():

@@ -19,10 +19,10 @@ from fusion_lab.training import files
 from fusion_lab.training.checkpoints import read_checkpoint
 from fusion_lab.training.evaluations import Evaluation
 from fusion_lab.training.files import UserError
-from proteins.batches import SyntheticProteins
 from tests.second_program import PROGRAM as SMALL_PROGRAM
 from tests.second_program import Numbers
 from tests.support import PATIENCE, ROOT, last_json
+from tiny_openfold.proteins.batches import SyntheticProteins
 
 SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
          "--num-seqs 4 --seq-len 8 --batch-size 1 --warmup-steps 0 --num-steps 2 --device cpu").split()

@@ -10,7 +10,7 @@ from tests.support import PATIENCE, ROOT
 
 AMD = ["run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh", "run_all_profilers.sh"]
 SCRIPTS = [*AMD, "run_pytorch_profiler.sh", "launch_performance_study.sh"]
-TRAPS = ["study", "rocm", "fusion_lab", "proteins", "torch", "tests"]
+TRAPS = ["study", "rocm", "fusion_lab", "tiny_openfold", "torch", "tests"]
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,8 @@ def anchors(page):
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "models" / "README.md", *sorted((ROOT / "benchmarks").rglob("*.md"))],
+    "page", [*PAGES, *sorted((ROOT / "tiny_openfold").rglob("*.md")),
+             *sorted((ROOT / "benchmarks").rglob("*.md"))],
     ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
@@ -112,7 +113,7 @@ def test_raw_results_are_dated_and_named_somewhere():
     results = {path.name: path.stem for path in ROOT.glob("benchmarks/results/*")}
     if not results:
         pytest.skip("raw results were deleted")
-    places = ("models/*.md", "benchmarks/**/*.md", "benchmarks/*.py", "tests/**/*.py")
+    places = ("tiny_openfold/**/*.md", "benchmarks/**/*.md", "benchmarks/*.py", "tests/**/*.py")
     pages = {*PAGES, *(path for place in places for path in ROOT.glob(place))}
     text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
     assert [name for name in results if not re.search(r"_\d{4}-\d\d-\d\d(?![\d-])", name)] == []

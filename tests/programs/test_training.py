@@ -13,9 +13,9 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels.library import packing
 from fusion_lab.measuring import summary as summaries
-from proteins.contacts import SEPARATION
-from proteins.synthetic import PARTNER, synthetic_proteins
 from tests.support import KILLED_WRITER, PATIENCE, ROOT, last_json, require_shared, run_program
+from tiny_openfold.proteins.contacts import SEPARATION
+from tiny_openfold.proteins.synthetic import PARTNER, synthetic_proteins
 
 SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
          "--num-seqs 6 --seq-len 16 --batch-size 2 --warmup-steps 1 --device cpu").split()

@@ -39,7 +39,7 @@ SMALL = "--num-blocks 1 --seq-len 16 --num-seqs 8 --batch-size 2" if ON_CPU else
     "--num-blocks 2 --seq-len 32 --num-seqs 8 --batch-size 2")
 BF16, FP16, TF32 = ("--use-amp --amp-dtype bfloat16", "--use-amp --amp-dtype float16", "--use-tf32")
 PRECISIONS = {"fp32": "", "tf32": TF32, "bf16": BF16, "fp16": FP16}
-SHIPPED = ROOT / "models" / "families.pt"
+SHIPPED = ROOT / "tiny_openfold" / "models" / "families.pt"
 
 # Why a row of a comparison is nothing of its own, whole sentences.
 FLOAT32 = ("master weights need --use-amp",

@@ -4,9 +4,9 @@ import math
 import torch
 from torch.nn.functional import one_hot
 
-from proteins import geometry, orientations
-from proteins.fold_energy import anchor
-from proteins.geometry import CA, CB, C, N
+from tiny_openfold.proteins import geometry, orientations
+from tiny_openfold.proteins.fold_energy import anchor
+from tiny_openfold.proteins.geometry import CA, CB, C, N
 from tiny_openfold_v2 import DISTANCE_CENTRES
 
 CENTRES = torch.tensor(DISTANCE_CENTRES, dtype=torch.float32)

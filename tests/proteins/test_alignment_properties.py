@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_lab.training.files import UserError
-from proteins import files
-from proteins.files import AMINO_ACIDS, GAP, UNKNOWN
 from tests.properties import cases
+from tiny_openfold.proteins import files
+from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, UNKNOWN
 
 LETTERS = AMINO_ACIDS + "X-"
 ALIGNMENTS = st.integers(1, 30).flatmap(lambda length: st.lists(

@@ -8,10 +8,10 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.evaluations import Evaluation
 from fusion_lab.training.files import UserError
-from proteins import batches, contacts, structure_metrics
-from proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt
-from proteins.files import AMINO_ACIDS, GAP, MASK
-from proteins.synthetic import (
+from tiny_openfold.proteins import batches, contacts, structure_metrics
+from tiny_openfold.proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt
+from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, MASK
+from tiny_openfold.proteins.synthetic import (
     PARTNER,
     match_contacts,
     paired_alignment,

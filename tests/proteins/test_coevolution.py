@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from proteins import coevolution, files
-from proteins.contacts import contact_precision
-from proteins.files import GAP
-from proteins.yardsticks import sequence_weights
 from tests.support import require_shared
+from tiny_openfold.proteins import coevolution, files
+from tiny_openfold.proteins.contacts import contact_precision
+from tiny_openfold.proteins.files import GAP
+from tiny_openfold.proteins.yardsticks import sequence_weights
 
 A, C, D = range(3)
 

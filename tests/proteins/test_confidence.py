@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from proteins import confidence
-from proteins.fold_energy import anchor
-from proteins.structure_metrics import lddt
 from tests.proteins.folds_at_hand import CENTRES, SEQUENCE, a_fold, certain
+from tiny_openfold.proteins import confidence
+from tiny_openfold.proteins.fold_energy import anchor
+from tiny_openfold.proteins.structure_metrics import lddt
 
 
 def test_expected_is_what_it_comes_to_if_the_distogram_is_true():

@@ -8,9 +8,9 @@ import torch
 
 from fusion_lab.training.evaluations import Evaluation
 from fusion_lab.training.files import UserError
-from proteins import contacts, files, maps
-from proteins.contacts import contact_map, write_map
 from tests.support import require_shared
+from tiny_openfold.proteins import contacts, files, maps
+from tiny_openfold.proteins.contacts import contact_map, write_map
 
 
 def hairpin(size=14, unseen=()):

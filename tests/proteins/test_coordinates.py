@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 
 from fusion_lab.training.files import UserError
-from proteins import batches
-from proteins.coordinates import require_coordinates, sentence
-from proteins.files import Protein, load_families
+from tiny_openfold.proteins import batches
+from tiny_openfold.proteins.coordinates import require_coordinates, sentence
+from tiny_openfold.proteins.files import Protein, load_families
 from tiny_openfold_v2 import PROGRAM
 
 

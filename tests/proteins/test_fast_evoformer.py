@@ -7,8 +7,8 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import dispatch
-from proteins import fast_evoformer
-from proteins.fast_evoformer import Plan
+from tiny_openfold.proteins import fast_evoformer
+from tiny_openfold.proteins.fast_evoformer import Plan
 
 SMALL = tof.TinyOpenFoldConfig(num_blocks=1, msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=3,
                                outer_product_dim=4)

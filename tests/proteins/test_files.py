@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 
 from fusion_lab.training.files import MISSING, UserError
-from proteins import files
-from proteins.files import load_families, load_protein, map_query, read_alignment, read_structure
-from proteins.matching import align
 from tests.proteins.structures import CODES, as_cif, atom, model, write, write_model
 from tests.support import ROOT, require_shared
+from tiny_openfold.proteins import files
+from tiny_openfold.proteins.files import (
+    load_families,
+    load_protein,
+    map_query,
+    read_alignment,
+    read_structure,
+)
+from tiny_openfold.proteins.matching import align
 
 pytest.importorskip("gemmi")
 
@@ -641,6 +647,6 @@ def test_without_gemmi_alignments_are_still_read(monkeypatch):
 
 
 def test_import_brings_neither_torch_nor_the_trainer_nor_gemmi():
-    code = ("import sys, proteins.files; "
+    code = ("import sys, tiny_openfold.proteins.files; "
             "sys.exit(bool({'torch', 'gemmi', 'tiny_openfold_v2'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

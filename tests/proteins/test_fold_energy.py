@@ -7,10 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from proteins import fold_energy as e
-from proteins import folding
-from proteins.geometry import CA, CB, C, N
-from proteins.orientations import BINS, between
 from tests.proteins.folds_at_hand import (
     CENTRES,
     SEQUENCE,
@@ -20,6 +16,10 @@ from tests.proteins.folds_at_hand import (
     chain,
     turned,
 )
+from tiny_openfold.proteins import fold_energy as e
+from tiny_openfold.proteins import folding
+from tiny_openfold.proteins.geometry import CA, CB, C, N
+from tiny_openfold.proteins.orientations import BINS, between
 
 
 def terms(atoms, sequence=SEQUENCE, true=None, angles=None):

@@ -13,11 +13,18 @@ import pytest
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training.models import save_model
-from proteins import files, fold_pictures, fold_prediction, folding, prediction, structure_metrics
-from proteins.orientations import BINS
-from proteins.secondary import secondary_structure
 from tests.proteins.folds_at_hand import SEQUENCE, a_fold, certain
 from tests.support import PATIENCE, ROOT, require_shared
+from tiny_openfold.proteins import (
+    files,
+    fold_pictures,
+    fold_prediction,
+    folding,
+    prediction,
+    structure_metrics,
+)
+from tiny_openfold.proteins.orientations import BINS
+from tiny_openfold.proteins.secondary import secondary_structure
 
 SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=1, pair_heads=1, outer_product_dim=4)
 
@@ -187,7 +194,7 @@ def test_remarks_of_a_pdb_file(tmp_path):
 
 def a_map(size=24, name="DATA NOTES </script><b>"):
     """(maps.ContactMap without a structure, atoms (L, 5, 3)) of a fold."""
-    from proteins.maps import ContactMap
+    from tiny_openfold.proteins.maps import ContactMap
     atoms, letters = a_fold().numpy()[:size], SEQUENCE[:size]
     distances = np.linalg.norm(atoms[:, None, 4] - atoms[:, 4], axis=-1)
     return ContactMap(name=name, chain="", numbers=("",) * size, letters=letters,

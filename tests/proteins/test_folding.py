@@ -5,8 +5,6 @@ import threading
 import pytest
 import torch
 
-from proteins import fold_energy, folding, geometry
-from proteins.structure_metrics import compared
 from tests.proteins.folds_at_hand import (
     CENTRES,
     SEQUENCE,
@@ -16,6 +14,8 @@ from tests.proteins.folds_at_hand import (
     chain,
     chirality,
 )
+from tiny_openfold.proteins import fold_energy, folding, geometry
+from tiny_openfold.proteins.structure_metrics import compared
 
 
 @pytest.fixture

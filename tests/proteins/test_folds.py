@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from proteins import folds
+from tiny_openfold.proteins import folds
 
 
 def test_folds_are_chains_with_the_contacts_of_domains():

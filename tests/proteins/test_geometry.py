@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from proteins import geometry as g
 from tests.proteins.folds_at_hand import chirality
+from tiny_openfold.proteins import geometry as g
 
 HELIX = math.radians(-57.8), math.radians(-47.0)
 STRAND = math.radians(-120.0), math.radians(130.0)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from proteins import coevolution, contacts, files, folds, natural
+from tiny_openfold.proteins import coevolution, contacts, files, folds, natural
 
 
 def test_tables_of_amino_acids_have_their_published_order_and_sum():

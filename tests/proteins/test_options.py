@@ -5,7 +5,7 @@ import pytest
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import limits
-from proteins.options import TrainingConfig
+from tiny_openfold.proteins.options import TrainingConfig
 
 
 @pytest.mark.parametrize("values, words", [

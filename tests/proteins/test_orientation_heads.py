@@ -7,12 +7,12 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training.models import read_model, save_model
-from proteins import batches, geometry, orientations, prediction
-from proteins.orientation_heads import OrientationHead, bins_of
-from proteins.orientations import BINS, UNKNOWN
 from tests.proteins.folds_at_hand import a_fold, turned
 from tests.proteins.test_batches import family, real
 from tests.support import run_program
+from tiny_openfold.proteins import batches, geometry, orientations, prediction
+from tiny_openfold.proteins.orientation_heads import OrientationHead, bins_of
+from tiny_openfold.proteins.orientations import BINS, UNKNOWN
 
 SMALL = dict(msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1, num_seqs=4,
              seq_len=6)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from proteins import geometry, orientations
-from proteins.geometry import CA, CB, C, N
+from tiny_openfold.proteins import geometry, orientations
+from tiny_openfold.proteins.geometry import CA, CB, C, N
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from fusion_lab.measuring.counters import OpCounter
 from fusion_lab.training.checkpoints import snapshot
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model, save_model
-from proteins import coevolution, contacts, files, prediction
-from proteins.batches import RealProteins
-from proteins.relatives import Depth
+from tiny_openfold.proteins import coevolution, contacts, files, prediction
+from tiny_openfold.proteins.batches import RealProteins
+from tiny_openfold.proteins.relatives import Depth
 
 CPU = torch.device("cpu")
 SIZES = dict(num_blocks=2, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)

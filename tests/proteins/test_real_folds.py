@@ -7,11 +7,11 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
-from proteins import batches, natural
-from proteins.geometry import CA, CB
-from proteins.orientations import UNKNOWN
-from proteins.real_folds import APART, EVERY, MISSING, RealFolds
 from tests.support import require_shared, run_program
+from tiny_openfold.proteins import batches, natural
+from tiny_openfold.proteins.geometry import CA, CB
+from tiny_openfold.proteins.orientations import UNKNOWN
+from tiny_openfold.proteins.real_folds import APART, EVERY, MISSING, RealFolds
 
 SIZES = dict(num_blocks=1, num_seqs=4, seq_len=24, batch_size=4, device="cpu", synthetic_world="natural",
              extra_seqs=8)

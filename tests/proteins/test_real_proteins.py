@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from proteins import batches
-from proteins.files import GAP
+from tiny_openfold.proteins import batches
+from tiny_openfold.proteins.files import GAP
 
 
 def settings_of(**values):

@@ -12,9 +12,10 @@ import pytest
 import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model, save_model
-from proteins import files, prediction, relatives
-from proteins.files import AMINO_ACIDS, GAP, LETTERS, UNKNOWN
-from proteins.relatives import (
+from tests.support import require_shared
+from tiny_openfold.proteins import files, prediction, relatives
+from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, UNKNOWN
+from tiny_openfold.proteins.relatives import (
     EXTEND,
     OPEN,
     UNIT,
@@ -27,8 +28,7 @@ from proteins.relatives import (
     relative,
     require_protein,
 )
-from proteins.yardsticks import sequence_weights
-from tests.support import require_shared
+from tiny_openfold.proteins.yardsticks import sequence_weights
 
 UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
 MYOGLOBIN = "VLSEGEWQLVLHVWAKVEADVAGHGQDILIRLFKSHPETLEKFDRFKHLKTEAEMKASEDLKKHGVTVLTALGAILKKKGHHEAELKP"

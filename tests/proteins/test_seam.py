@@ -2,7 +2,7 @@
 import torch
 
 import tiny_openfold_v2 as tof
-from proteins import seam
+from tiny_openfold.proteins import seam
 
 SIZES = dict(msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
 

@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from proteins import files
-from proteins.secondary import secondary_structure
 from tests.support import require_shared
+from tiny_openfold.proteins import files
+from tiny_openfold.proteins.secondary import secondary_structure
 
 
 def recorded(path, chain):

@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from proteins import files, structure_files
 from tests.proteins.folds_at_hand import SEQUENCE, a_fold
+from tiny_openfold.proteins import files, structure_files
 
 PLDDT = np.linspace(3, 97, len(SEQUENCE))
 

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from proteins import structure_metrics as sm
+from tiny_openfold.proteins import structure_metrics as sm
 
 
 def a_trace(size=80, seed=0):

@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from proteins import files, yardsticks
-from proteins.yardsticks import sequence_weights, some_rows
+from tiny_openfold.proteins import files, yardsticks
+from tiny_openfold.proteins.yardsticks import sequence_weights, some_rows
 
 
 def test_near_copies_share_their_weight(monkeypatch):

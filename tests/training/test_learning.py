@@ -16,8 +16,8 @@ from fusion_lab.training.checkpoints import save, snapshot
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import load_weights, save_model
-from proteins import batches, coevolution, files
 from tests.support import ROOT, require_shared
+from tiny_openfold.proteins import batches, coevolution, files
 
 SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
              seq_len=12, batch_size=2, extra_seqs=16)

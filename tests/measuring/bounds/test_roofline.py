@@ -7,9 +7,9 @@ import tiny_openfold_v2 as tof
 from fusion_lab.measuring.bounds import roofline
 from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.training.program import Cost
-from proteins.costs import costs
 from tests.profiler.test_session import PROGRAM, given
 from tests.second_program import PROGRAM as SECOND
+from tiny_openfold.proteins.costs import costs
 
 MB = 2 ** 20
 RECOMPUTING = {"enable_activation_checkpointing", "enable_selective_checkpointing"}

@@ -10,8 +10,8 @@ import math
 import torch
 from torch.autograd.function import once_differentiable
 
-from proteins import geometry, orientations
-from proteins.geometry import CA, CB, C, N
+from tiny_openfold.proteins import geometry, orientations
+from tiny_openfold.proteins.geometry import CA, CB, C, N
 
 FLOOR = 1e-4     # of a bin's probability, so that no pair is ever impossible
 LOCAL = 12       # residues apart, below which the mean of other pairs counts half

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from fusion_lab.training.files import MISSING, UserError, require_file
-from proteins.matching import align
+from tiny_openfold.proteins.matching import align
 
 # --- Tokens ---------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """The built-in proteins: compact random chains whose contacts co-vary in the alignment."""
 import numpy as np
 
-from proteins.contacts import CONTACT_DISTANCE, SEPARATION
-from proteins.files import AMINO_ACIDS
+from tiny_openfold.proteins.contacts import CONTACT_DISTANCE, SEPARATION
+from tiny_openfold.proteins.files import AMINO_ACIDS
 
 BOND_LENGTH = 3.8  # Å, between neighbouring CA atoms
 STIFFNESS, COMPACTNESS = 0.5, 0.06  # memory of the last direction, pull towards the centre: chance that two

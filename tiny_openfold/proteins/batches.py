@@ -16,15 +16,15 @@ from fusion_lab.training.feeding import own
 from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.program import Data
-from proteins import contacts, files
-from proteins.coordinates import require_coordinates, sentence
-from proteins.files import GAP, MASK
-from proteins.folds import Folds, Piece
-from proteins.natural import GraphedWorld, natural_alignments
-from proteins.orientation_heads import bins_of
-from proteins.orientations import BINS, UNKNOWN
-from proteins.real_folds import RealFolds
-from proteins.synthetic import synthetic_proteins
+from tiny_openfold.proteins import contacts, files
+from tiny_openfold.proteins.coordinates import require_coordinates, sentence
+from tiny_openfold.proteins.files import GAP, MASK
+from tiny_openfold.proteins.folds import Folds, Piece
+from tiny_openfold.proteins.natural import GraphedWorld, natural_alignments
+from tiny_openfold.proteins.orientation_heads import bins_of
+from tiny_openfold.proteins.orientations import BINS, UNKNOWN
+from tiny_openfold.proteins.real_folds import RealFolds
+from tiny_openfold.proteins.synthetic import synthetic_proteins
 
 MOST_EXTRA = 4096  # rows of extra_msa in an evaluation
 FEW = 8  # training families, at least, that an evaluation looks at beside those for validation

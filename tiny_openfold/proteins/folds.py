@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from proteins.contacts import CONTACT_DISTANCE, SEPARATION
+from tiny_openfold.proteins.contacts import CONTACT_DISTANCE, SEPARATION
 
 STRAND_GAP, HELIX_GAP, LAYER_GAP = 4.8, 9.6, 9.8
 STRAND_RISE, HELIX_RISE, HELIX_RADIUS = 3.3, 1.5, 2.3

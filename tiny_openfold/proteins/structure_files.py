@@ -7,8 +7,8 @@ The format's columns end at residue 9,999; the memory of the model ends long bef
 import re
 
 from fusion_lab.training.files import write_text
-from proteins.files import AMINO_ACIDS
-from proteins.geometry import ATOMS
+from tiny_openfold.proteins.files import AMINO_ACIDS
+from tiny_openfold.proteins.geometry import ATOMS
 
 CODES = dict(zip(AMINO_ACIDS, ("ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP "
                                "TYR").split(), strict=True))

@@ -15,8 +15,8 @@ from functools import partial
 
 import torch
 
-from proteins import geometry
-from proteins.fold_energy import (
+from tiny_openfold.proteins import geometry
+from tiny_openfold.proteins.fold_energy import (
     Distances,
     Orientations,
     anchor,
@@ -26,7 +26,7 @@ from proteins.fold_energy import (
     peptide_bonds,
     ramachandran,
 )
-from proteins.geometry import CA, CB, C, N
+from tiny_openfold.proteins.geometry import CA, CB, C, N
 
 TRACES, CHOSEN = 16, 4        # starts; of which so many are folded on, each with its mirror image
 DIMENSIONS = 5

@@ -8,8 +8,8 @@ a piece, n of a chain. Lengths in Å.
 import numpy as np
 
 from fusion_lab.training.files import UserError, counted
-from proteins.folds import Piece
-from proteins.geometry import CA, CB, C, N
+from tiny_openfold.proteins.folds import Piece
+from tiny_openfold.proteins.geometry import CA, CB, C, N
 
 UNIT = 0.01             # Å, of the integers in the file
 MISSING = -32768        # no such atom; only O may be missing

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_lab.training.files import UserError
-from proteins.files import AMINO_ACIDS, GAP, LETTERS, TOKENS, UNKNOWN
-from proteins.yardsticks import sequence_weights, some_rows
+from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, TOKENS, UNKNOWN
+from tiny_openfold.proteins.yardsticks import sequence_weights, some_rows
 
 BASES = [AMINO_ACIDS.index(letter) for letter in "ACGT"]  # U is read as C, see files.py
 NUCLEIC, ENOUGH = 0.95, 10  # share of letters that are bases or N; of fewer letters nobody can say

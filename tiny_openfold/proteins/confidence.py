@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
+from tiny_openfold.proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
 
 
 def line_of(card):

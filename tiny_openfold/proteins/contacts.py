@@ -10,9 +10,9 @@ from fusion_lab.measuring.plotting import require_matplotlib, spared
 from fusion_lab.training.evaluations import Evaluation, evaluating
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted, set_aside
-from proteins import maps
-from proteins.files import LETTERS
-from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
+from tiny_openfold.proteins import maps
+from tiny_openfold.proteins.files import LETTERS
+from tiny_openfold.proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
 
 CONTACT_DISTANCE = 8.0  # Å, between CB atoms (CA for glycine)
 SEPARATION = 6  # contacts between residues nearer along the chain say nothing about the fold

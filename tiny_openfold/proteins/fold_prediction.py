@@ -4,11 +4,11 @@ from functools import partial
 
 import torch
 
-from proteins import confidence, fold_energy, fold_pictures, folding, structure_files
-from proteins.geometry import CA
-from proteins.orientations import BINS
-from proteins.prediction import finish, predict
-from proteins.structure_metrics import compared
+from tiny_openfold.proteins import confidence, fold_energy, fold_pictures, folding, structure_files
+from tiny_openfold.proteins.geometry import CA
+from tiny_openfold.proteins.orientations import BINS
+from tiny_openfold.proteins.prediction import finish, predict
+from tiny_openfold.proteins.structure_metrics import compared
 
 SHOWN = dict(tm_score="TM-score", lddt_ca="lDDT-CA", rmsd="RMSD")
 

@@ -5,8 +5,8 @@ from fusion_lab.kernels import dispatch
 from fusion_lab.kernels.library import attention_choice
 from fusion_lab.training.files import counted
 from fusion_lab.training.program import Model
-from proteins import costs
-from proteins.fast_evoformer import Plan
+from tiny_openfold.proteins import costs
+from tiny_openfold.proteins.fast_evoformer import Plan
 
 
 class Evoformer(Model):

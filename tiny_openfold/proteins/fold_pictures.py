@@ -13,9 +13,9 @@ import numpy as np
 
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.training.files import write_text
-from proteins import maps
-from proteins.geometry import CA
-from proteins.secondary import OTHER, secondary_structure
+from tiny_openfold.proteins import maps
+from tiny_openfold.proteins.geometry import CA
+from tiny_openfold.proteins.secondary import OTHER, secondary_structure
 
 PAGE = Path(__file__).with_name("fold_page.html")
 BANDS = ((90, "#0053D6", "very high"), (70, "#65CBF3", "high"), (50, "#FFDB13", "low"),

@@ -10,8 +10,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from fusion_lab.kernels.precision import at_least_float32
-from proteins import orientations
-from proteins.orientations import BINS, UNKNOWN
+from tiny_openfold.proteins import orientations
+from tiny_openfold.proteins.orientations import BINS, UNKNOWN
 
 ORIENTATION_WEIGHT = 0.3  # of the sum of three cross entropies, beside the distogram's
 SPARE = -sum(BINS.values()) % 8  # outputs that nothing reads: fast GEMMs want a multiple of 8

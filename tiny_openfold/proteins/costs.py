@@ -8,7 +8,7 @@ stays in a cache can be faster than this bound: at small sizes, look at the laun
 """
 from fusion_lab.measuring.bounds.ceilings import element_bytes
 from fusion_lab.training.program import Cost
-from proteins.files import TOKENS
+from tiny_openfold.proteins.files import TOKENS
 
 DISTANCE_BINS = 64
 

@@ -17,10 +17,10 @@ from fusion_lab.training.machine import choose_device, free_memory, process_sett
 from fusion_lab.training.models import read_model
 from fusion_lab.training.program import ROOT
 from fusion_lab.training.reporting import print_result
-from proteins import files, maps
-from proteins.batches import MOST_EXTRA, assemble
-from proteins.coevolution import FEATURES, mean_field_dca
-from proteins.contacts import (
+from tiny_openfold.proteins import files, maps
+from tiny_openfold.proteins.batches import MOST_EXTRA, assemble
+from tiny_openfold.proteins.coevolution import FEATURES, mean_field_dca
+from tiny_openfold.proteins.contacts import (
     CONTACT_DISTANCE,
     LONG_RANGE,
     SEPARATION,
@@ -29,12 +29,12 @@ from proteins.contacts import (
     half_length,
     ranked_pairs,
 )
-from proteins.coordinates import require_coordinates
-from proteins.orientations import BINS
-from proteins.relatives import Depth, relative, require_protein
-from proteins.yardsticks import some_rows
+from tiny_openfold.proteins.coordinates import require_coordinates
+from tiny_openfold.proteins.orientations import BINS
+from tiny_openfold.proteins.relatives import Depth, relative, require_protein
+from tiny_openfold.proteins.yardsticks import some_rows
 
-MODEL = os.path.join(ROOT, "models", "families.pt")  # what is used without --resume
+MODEL = os.path.join(ROOT, "tiny_openfold", "models", "families.pt")  # what is used without --resume
 ROWS = 512                # of the alignment, without --eval-seqs
 YARDSTICK_ROWS = 4000     # of mean-field DCA, since statistics need more of them
 LONGEST_FOR_DCA = 400     # residues: 2 GB and half a minute

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import one_hot
 
-from proteins.files import GAP
+from tiny_openfold.proteins.files import GAP
 
 A = 20
 # Of ACDEFGHIKLMNPQRSTVWY: hydrophobicity (Kyte and Doolittle 1982), volume in Å^3 (Zamyatnin 1972), charge.

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from proteins import geometry
+from tiny_openfold.proteins import geometry
 
 FAR = 20.0                    # Å between CB atoms; bin 0 is that far or farther
 WIDTH = math.radians(15)      # of all other bins
