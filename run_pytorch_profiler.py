@@ -8,8 +8,8 @@ import os
 import sys
 import time
 
+from fusion_lab.measuring.attribution import ANALYSIS
 from fusion_lab.measuring.comparison.variants import with_fusion
-from fusion_lab.measuring.trace.attribution import ANALYSIS
 from fusion_lab.profiler.arguments import SCRIPT, parse
 from fusion_lab.profiler.report import read_analysis
 from fusion_lab.profiler.session import run_session

@@ -111,12 +111,12 @@ from fusion_lab.kernels.library.custom_gradients import LinearReLU, TriangleProd
 from fusion_lab.kernels.library.packing import PackedProjections
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
 from fusion_lab.measuring import accuracy, retune, summary, turns
+from fusion_lab.measuring.attribution import write_analysis
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.comparison import compare as comparison
 from fusion_lab.measuring.metrics import Metrics
 from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
 from fusion_lab.measuring.ranges import Profiling
-from fusion_lab.measuring.trace.attribution import write_analysis
 from fusion_lab.training import distributed, recipe, reporting, torchrun
 from fusion_lab.training.checkpoints import claim_outputs, out_of_patience, preserving, save
 from fusion_lab.training.cuda_graphs import GraphedStep

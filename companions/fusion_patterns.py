@@ -35,7 +35,7 @@ from companions.kernels import EPS
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
-from fusion_lab.measuring.bounds.ceilings import copy_ceiling
+from fusion_lab.measuring.ceilings import copy_ceiling
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.counters import is_view
 from fusion_lab.measuring.tables import aligned, cell

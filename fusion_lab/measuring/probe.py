@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.measuring.counters import OpCounter, counting_saved, gpu_kernels, saved_activations
+from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.roctx import BLIND, GRAPHS
 from fusion_lab.training.feeding import batch_of, to_device
 from fusion_lab.training.files import counted

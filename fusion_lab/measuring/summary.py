@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 
 import torch
 
-from fusion_lab.measuring.bounds.ceilings import matmul_ceiling
+from fusion_lab.measuring.ceilings import matmul_ceiling
 from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.tables import aligned

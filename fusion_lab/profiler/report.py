@@ -1,11 +1,11 @@
 """The report of a session, and two sessions side by side."""
 import os
 
-from fusion_lab.measuring.bounds.ceilings import ceiling_line
-from fusion_lab.measuring.bounds.roofline import roofline_rows
+from fusion_lab.measuring.attribution import ANALYSIS
+from fusion_lab.measuring.ceilings import ceiling_line
 from fusion_lab.measuring.clocks import quantiles
+from fusion_lab.measuring.roofline import roofline_rows
 from fusion_lab.measuring.tables import cell, code, escaped, markdown
-from fusion_lab.measuring.trace.attribution import ANALYSIS
 from fusion_lab.profiler.plots import HISTOGRAM, SUBLAYERS, TIMELINE, write_plots
 from fusion_lab.training.files import UserError, counted, read_json, write_json, write_text
 from fusion_lab.training.machine import MEGABYTE

@@ -1,13 +1,13 @@
 """One session of the PyTorch profiler: where time and memory go, by sub-layer, forward and backward."""
 
-from fusion_lab.measuring.bounds.ceilings import measure_ceilings
-from fusion_lab.measuring.bounds.roofline import roofline_rows, roofline_table
+from fusion_lab.measuring.attribution import ANALYSIS, analysis_of
+from fusion_lab.measuring.ceilings import measure_ceilings
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.probe import peak_of_two_steps, warm_up
 from fusion_lab.measuring.ranges import Profiling
+from fusion_lab.measuring.roofline import roofline_rows, roofline_table
 from fusion_lab.measuring.tables import aligned
-from fusion_lab.measuring.trace.attribution import ANALYSIS, analysis_of
-from fusion_lab.measuring.trace.trace import PHASES
+from fusion_lab.measuring.trace import PHASES
 from fusion_lab.profiler.report import REPORT, compare_sessions, comparison_lines, write_report
 from fusion_lab.training.feeding import batches, to_device
 from fusion_lab.training.machine import choose_device, process_settings

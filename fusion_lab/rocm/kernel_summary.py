@@ -13,8 +13,8 @@ import pathlib
 import re
 from collections import defaultdict
 
+from fusion_lab.measuring.kinds import kind_of_kernel
 from fusion_lab.measuring.roctx import BLIND, GRAPHS
-from fusion_lab.measuring.trace.kinds import kind_of_kernel
 from fusion_lab.rocm import records, timeline
 from fusion_lab.training import files
 from fusion_lab.training.files import EXIT_CODES, OK, UserError, exit_code, printable

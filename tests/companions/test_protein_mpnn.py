@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from fusion_lab.measuring import accuracy
-from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.measuring.counters import saved_activations
+from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.training.program import load_program
 from tests.support import ROOT, require_shared
 from tiny_openfold.proteins.files import AMINO_ACIDS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring.bounds.flops import flops_by_sublayer
+from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.training import options
 from tiny_openfold.proteins.costs import costs
 

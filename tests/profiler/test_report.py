@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_lab.measuring.bounds.flops import REST
+from fusion_lab.measuring import analysis, attribution
+from fusion_lab.measuring.analysis import SublayerTime, launch_arithmetic
+from fusion_lab.measuring.flops import REST
 from fusion_lab.measuring.probe import Findings
-from fusion_lab.measuring.trace import analysis, attribution
-from fusion_lab.measuring.trace.analysis import SublayerTime, launch_arithmetic
-from fusion_lab.measuring.trace.trace import RECOMPUTE
+from fusion_lab.measuring.trace import RECOMPUTE
 from fusion_lab.profiler import report
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import tables
-from fusion_lab.measuring.bounds import roofline
+from fusion_lab.measuring import attribution, roofline, tables
+from fusion_lab.measuring.attribution import medians, operations_in_a_step, share_samples
 from fusion_lab.measuring.comparison.variants import with_fusion
 from fusion_lab.measuring.probe import Findings, probe
-from fusion_lab.measuring.trace import attribution
-from fusion_lab.measuring.trace.attribution import medians, operations_in_a_step, share_samples
-from fusion_lab.measuring.trace.trace import RECOMPUTE, read_trace, split_name
+from fusion_lab.measuring.trace import RECOMPUTE, read_trace, split_name
 from fusion_lab.profiler import report, several
 from fusion_lab.profiler import session as session_module
 from fusion_lab.profiler.session import analyse, run_session

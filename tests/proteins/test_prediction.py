@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring.bounds.flops import made_in_place
 from fusion_lab.measuring.counters import OpCounter
+from fusion_lab.measuring.flops import made_in_place
 from fusion_lab.training.checkpoints import snapshot
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model, save_model

@@ -6,7 +6,7 @@ hidden tensors on the chip and compute them again in backward. `pair` is one pas
 one over the MSA tensor. Real kernels move 4 to 6 times as much, which is what fusion is about. A tensor that
 stays in a cache can be faster than this bound: at small sizes, look at the launches instead.
 """
-from fusion_lab.measuring.bounds.ceilings import element_bytes
+from fusion_lab.measuring.ceilings import element_bytes
 from fusion_lab.training.program import Cost
 from tiny_openfold.proteins.files import TOKENS
 

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 import torch
 
 from fusion_lab.kernels.precision import amp_dtype
-from fusion_lab.measuring.bounds.ceilings import matmul_ceiling
+from fusion_lab.measuring.ceilings import matmul_ceiling
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.comparison.pace import Pace
 from fusion_lab.measuring.comparison.rows import rows_of

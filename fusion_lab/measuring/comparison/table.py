@@ -3,9 +3,9 @@ import math
 import sys
 import time
 
-from fusion_lab.measuring.bounds.roofline import AT_FAULT
 from fusion_lab.measuring.comparison.rows import not_measured, rows_of
 from fusion_lab.measuring.comparison.variants import ALL, UNMEASURED
+from fusion_lab.measuring.roofline import AT_FAULT
 from fusion_lab.measuring.tables import aligned, cell
 from fusion_lab.training.files import counted
 

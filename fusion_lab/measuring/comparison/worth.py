@@ -9,10 +9,10 @@ from functools import cache, partial
 
 import torch
 
-from fusion_lab.measuring.bounds.flops import REST
+from fusion_lab.measuring.attribution import amounts_in_a_step, medians, share_samples
 from fusion_lab.measuring.counters import OpCounter, is_view
+from fusion_lab.measuring.flops import REST
 from fusion_lab.measuring.ranges import ranges
-from fusion_lab.measuring.trace.attribution import amounts_in_a_step, medians, share_samples
 
 STEPS = 5  # of the baseline, timed by sub-layer
 ROUNDING = 1e-9  # of a sum of shares that is the whole step

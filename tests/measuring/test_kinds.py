@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from fusion_lab.measuring.trace import kinds
+from fusion_lab.measuring import kinds
 from tests.support import ROOT
 
 KERNELS = {
@@ -107,5 +107,5 @@ def test_one_vocabulary():
 
 def test_needs_the_standard_library_only():
     code = ("import sys; sys.modules['torch'] = sys.modules['numpy'] = None; "
-            "import fusion_lab.measuring.trace.kinds")
+            "import fusion_lab.measuring.kinds")
     assert subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT).returncode == 0

@@ -10,9 +10,9 @@ import gzip
 import json
 from collections import defaultdict
 
-from fusion_lab.measuring.bounds.flops import REST
+from fusion_lab.measuring.flops import REST
+from fusion_lab.measuring.kinds import kind_of_kernel, kind_of_operation
 from fusion_lab.measuring.roctx import BLIND, GRAPHS
-from fusion_lab.measuring.trace.kinds import kind_of_kernel, kind_of_operation
 
 PHASES = ("data", "forward", "backward", "optimizer")
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")

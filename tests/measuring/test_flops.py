@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusion_lab.measuring.bounds import flops as counting
+from fusion_lab.measuring import flops as counting
 from fusion_lab.training.program import load_program
 from tests.second_program import PROGRAM as SECOND
 from tests.support import ROOT

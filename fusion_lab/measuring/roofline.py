@@ -7,7 +7,7 @@ import itertools
 
 import torch
 
-from fusion_lab.measuring.bounds.flops import flops_by_sublayer
+from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.tables import cell
 from fusion_lab.training.machine import MEGABYTE
 

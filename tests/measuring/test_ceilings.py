@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from fusion_lab.measuring.bounds import ceilings
+from fusion_lab.measuring import ceilings
 from tests.second_program import PROGRAM as SECOND
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

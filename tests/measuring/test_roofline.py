@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring.bounds import roofline
-from fusion_lab.measuring.bounds.flops import flops_by_sublayer
+from fusion_lab.measuring import roofline
+from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.training.program import Cost
 from tests.profiler.test_session import PROGRAM, given
 from tests.second_program import PROGRAM as SECOND

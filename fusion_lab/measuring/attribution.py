@@ -5,14 +5,14 @@ from datetime import datetime, timezone
 
 import numpy as np
 
-from fusion_lab.measuring.bounds.flops import REST, flops_by_sublayer
-from fusion_lab.measuring.bounds.roofline import equal_work, flops_share
+from fusion_lab.measuring.analysis import Analysis, SublayerTime, launch_arithmetic
 from fusion_lab.measuring.clocks import RangeSums, quantiles
 from fusion_lab.measuring.counters import OpCounter
+from fusion_lab.measuring.flops import REST, flops_by_sublayer
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.ranges import ranges
-from fusion_lab.measuring.trace.analysis import Analysis, SublayerTime, launch_arithmetic
-from fusion_lab.measuring.trace.trace import (
+from fusion_lab.measuring.roofline import equal_work, flops_share
+from fusion_lab.measuring.trace import (
     NOT_RECORDED,
     OUTSIDE,
     PHASES,

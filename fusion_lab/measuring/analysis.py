@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from fusion_lab.measuring.bounds.flops import REST
 from fusion_lab.measuring.clocks import quantiles
+from fusion_lab.measuring.flops import REST
 from fusion_lab.measuring.tables import code
 from fusion_lab.training.program import Program, Settings
 

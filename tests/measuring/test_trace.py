@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from fusion_lab.measuring.bounds.flops import REST
-from fusion_lab.measuring.trace.trace import OUTSIDE, RECOMPUTE, Ranges, TraceAnalysis, own_times, read_trace
+from fusion_lab.measuring.flops import REST
+from fusion_lab.measuring.trace import OUTSIDE, RECOMPUTE, Ranges, TraceAnalysis, own_times, read_trace
 
 SUBLAYERS = ("mix", "up")
 
