@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from fusion_lab.measuring.clocks import RangeSums
@@ -18,29 +19,6 @@ from fusion_lab.measuring.ranges import ranges
 
 REST = "rest"  # what a step runs outside all sub-layers
 EAGER = dict(enable_torch_compile=False, enable_cuda_graphs=False, torch_compile_mode="default")
-
-
-class NoDraws(TorchDispatchMode):
-    """For making a model of fake tensors, which have no values: nothing is drawn, and an initialiser that
-    draws again while a number lies out of bounds (trunc_normal_) hears that none does."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return False
-        if func._schema.is_mutable and torch.Tag.nondeterministic_seeded in func.tags:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def made_in_place(program, device):
-    """program.model for fake tensors: the model is on its device from the start, because torch (2.13) moves
-    no fake parameters."""
-    def make(config, fusion):
-        with device, NoDraws():
-            model = program.model(config, fusion)
-        model.to = lambda _: model
-        return model
-    return make
 
 
 @cache
@@ -58,8 +36,8 @@ def form(value):
 
 class FlopCounter(TorchDispatchMode):
     """`total` FLOPs of what runs within, by the formulas of PyTorch's counter (2.13). That one asks every
-    operation what smaller ones it is made of, which takes most of its time. What ran before on tensors of
-    the same form does not run again, since they have no values: blocks repeat each other."""
+    operation what smaller ones it is made of, which takes three times as long. What ran before on tensors of the same form
+    does not run again, since they have no values: blocks repeat each other."""
 
     def __init__(self):
         super().__init__()
@@ -69,16 +47,14 @@ class FlopCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         key = (func, form(args), form([*kwargs.items()])) if is_new(func) else None
         if key in self.known:
-            flops, one, outputs = self.known[key]
+            flops, made = self.known[key]
             self.total += flops
-            made = tuple(x if x is None else x.new_empty_strided(x.shape, x.stride()) for x in outputs)
-            return made[0] if one else made
+            return tree_map_only(torch.Tensor, lambda x: x.new_empty_strided(x.shape, x.stride()), made)
         result = func(*args, **kwargs)
         flops = flops_of(func.overloadpacket, args, kwargs, result)
         self.total += flops
-        outputs = result if isinstance(result, tuple) else (result,)
-        if key and all(x is None or isinstance(x, torch.Tensor) for x in outputs):
-            self.known[key] = flops, outputs is not result, outputs
+        if key:
+            self.known[key] = flops, result
         return result
 
 
@@ -89,17 +65,13 @@ def flops_of(operation, args, kwargs, result):
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
 
-def counted(program, settings, batch, device, mode):
-    """(all FLOPs of a step, {sub-layer or its name + ".backward": FLOPs}) of tensors on a device, which a
-    mode makes."""
-    with torch.random.fork_rng([]), mode or contextlib.nullcontext():
-        model = made_in_place(program, device)(settings.model, replace(settings.fusion, **EAGER))
-        given = {key: (mode.from_tensor(value) if mode else value).to(device) for key, value in batch.items()}
-        # there is no formula for the fused attention of a CPU
-        with FlopCounter() as counter, sdpa_kernel(SDPBackend.MATH):
-            sums = RangeSums(lambda: counter.total)
-            with ranges(model.sublayers(), sums.enter, sums.leave, backward=True):
-                model.for_loss(**given)["loss"].backward()
+def counted(model, batch, mode):
+    """(FLOPs of a step, {sub-layer or its name + ".backward": FLOPs}), within a mode."""
+    # there is no formula for the fused attention of a CPU
+    with mode, FlopCounter() as counter, sdpa_kernel(SDPBackend.MATH):
+        sums = RangeSums(lambda: counter.total)
+        with ranges(model.sublayers(), sums.enter, sums.leave, backward=True):
+            model.for_loss(**batch)["loss"].backward()
     return counter.total, sums.sums
 
 
@@ -107,10 +79,15 @@ def flops_by_sublayer(program, settings, batch=None):
     """{sub-layer or REST: FLOPs of one step}, forward and backward of all blocks, as these settings compute
     it eagerly: what is computed again in backward counts again. batch: by default the program's first."""
     batch = program.data(settings).batch(0) if batch is None else batch
-    try:
-        total, sums = counted(program, settings, batch, torch.device("meta"), None)
-    except RuntimeError:  # a model that asks what device it is on, for its autocast; four times as slow
-        total, sums = counted(program, settings, batch, torch.device("cpu"), FakeTensorMode())
+    with torch.random.fork_rng([]):
+        model = program.model(settings.model, replace(settings.fusion, **EAGER)).to("meta")
+        try:
+            on_meta = {name: value.to("meta") for name, value in batch.items()}
+            total, sums = counted(model, on_meta, contextlib.nullcontext())
+        except RuntimeError:  # a model that asks what device it is on, for its autocast; four times as slow
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            on_fake = {name: fake.from_tensor(value.cpu()) for name, value in batch.items()}
+            total, sums = counted(model.to_empty(device="cpu"), on_fake, fake)
     found = dict.fromkeys((*program.model.SUBLAYERS, REST), 0)
     for name, flops in sums.items():
         found[name.removesuffix(".backward")] += flops

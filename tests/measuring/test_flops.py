@@ -28,8 +28,8 @@ def of_pytorch(program, settings):
     def product(bias, left, right, **_):
         return 2 * left[0] * left[1] * right[1]
     batch = program.data(settings).batch(0)
-    with FakeTensorMode() as fake:
-        model = counting.made_in_place(program, torch.device("cpu"))(settings.model, settings.fusion)
+    model = program.model(settings.model, settings.fusion)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         given = {key: fake.from_tensor(value) for key, value in batch.items()}
         counter = FlopCounterMode(display=False,
                                   custom_mapping={torch.ops.aten._addmm_activation: product})
@@ -57,26 +57,9 @@ def test_the_programs_here_are_counted_without_fake_tensors(name, monkeypatch):
 
 def test_a_model_that_asks_for_its_device_s_autocast_is_counted():
     settings = replace(small(SECOND), fusion=SECOND.fusion_config.preset(True))
-    batch = SECOND.data(settings).batch(0)
-    with pytest.raises(RuntimeError, match="autocast"):
-        counting.counted(SECOND, settings, batch, META, None)
     found = counting.flops_by_sublayer(SECOND, settings)
     eager = replace(settings, fusion=replace(settings.fusion, **counting.EAGER))
     assert sum(found.values()) == of_pytorch(SECOND, eager) > 0
-
-
-def test_blocks_that_repeat_run_no_operation_again(monkeypatch):
-    made, program = [], load_program(os.path.join(ROOT, "tiny_openfold_v2.py"))
-
-    class Watched(counting.FlopCounter):
-        def __init__(self):
-            super().__init__()
-            made.append(self)
-    monkeypatch.setattr(counting, "FlopCounter", Watched)
-    few, many = (counting.flops_by_sublayer(program, small(program).having(num_blocks=n)) for n in (2, 5))
-    assert len(made[0].known) == len(made[1].known) > 20 and many["rest"] == few["rest"]
-    names = program.model.SUBLAYERS
-    assert {2 * many[name] for name in names} == {5 * few[name] for name in names}
 
 
 def test_arguments_that_are_equal_and_not_the_same_are_told_apart():
