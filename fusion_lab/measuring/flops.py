@@ -36,8 +36,8 @@ def form(value):
 
 class FlopCounter(TorchDispatchMode):
     """`total` FLOPs of what runs within, by the formulas of PyTorch's counter (2.13). That one asks every
-    operation what smaller ones it is made of, which takes three times as long. What ran before on tensors of the same form
-    does not run again, since they have no values: blocks repeat each other."""
+    operation what smaller ones it is made of, which takes three times as long. What ran before on tensors of
+    the same form does not run again, since they have no values: blocks repeat each other."""
 
     def __init__(self):
         super().__init__()

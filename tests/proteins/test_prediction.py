@@ -265,7 +265,8 @@ def test_the_memory_that_is_foretold_is_what_the_model_takes(length, rows, coevo
     config = tof.TinyOpenFoldConfig(msa_dim=64, pair_dim=128, num_blocks=2, num_seqs=rows, seq_len=length,
                                     coevolution=coevolution)
     model = tof.TinyOpenFoldV2(config, tof.FusionConfig()).eval()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), torch.autocast("cpu", dtype, dtype is not None):
+    fake, autocast = FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", dtype, bool(dtype))
+    with fake, torch.no_grad(), autocast:
         batch = dict(msa_tokens=torch.zeros(1, rows, length, dtype=torch.int64))
         if coevolution != "none":
             batch["extra_msa"] = torch.zeros(1, 1000, length, dtype=torch.uint8)
