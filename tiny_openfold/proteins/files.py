@@ -3,21 +3,21 @@
     protein = load_protein("1a3a_A.a3m", "1a3a.pdb", chain="A")   # protein.msa, protein.coords
     proteins = load_families("families/")                         # every NAME.a3m with its NAME.pdb
 
-The only file of the project that knows file formats. It needs numpy, and gemmi for structures. Whatever is
-wrong with a file ends in a UserError of one line. Reading order: tokens, alignments, structures, mapping one
-to the other, families. Letters in shapes: R alignment rows, L query residues, C residues of a chain.
+With containers.py, which unpacks files and names foreign ones, the only file of the project that knows file
+formats. It needs numpy, and gemmi for structures. Whatever is wrong with a file ends in a UserError of one
+line. Reading order: tokens, alignments, structures, mapping one to the other, families. Letters in shapes: R
+alignment rows, L query residues, C residues of a chain.
 """
-import gzip
 import itertools
 import os
 import re
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from fusion_lab.training.files import MISSING, UserError, require_file
+from fusion_lab.training.files import MISSING, UserError
+from tiny_openfold.proteins import containers
 from tiny_openfold.proteins.matching import align
 
 # --- Tokens ---------------------------------------------------------------------------------------------
@@ -28,10 +28,10 @@ LETTERS = AMINO_ACIDS + "X-#"
 TOKENS = len(LETTERS)
 NO_TOKEN = 255
 
-SYMBOLS = AMINO_ACIDS + "JOX?" + "-.~*" + "BZU"
+SYMBOLS = AMINO_ACIDS + "JOX?*" + "-.~" + "BZU"
 TOKEN_OF = np.full(256, NO_TOKEN, np.uint8)  # byte of an alignment -> token
 TOKEN_OF[[*SYMBOLS.lower().encode()]] = TOKEN_OF[[*SYMBOLS.encode()]] = (
-    [*range(20)] + 4 * [UNKNOWN] + 4 * [GAP] + [AMINO_ACIDS.index(letter) for letter in "DEC"])
+    [*range(20)] + 5 * [UNKNOWN] + 3 * [GAP] + [AMINO_ACIDS.index(letter) for letter in "DEC"])
 
 
 def _tokens(letters):
@@ -61,28 +61,10 @@ class Protein:
         return _letters(self.msa[0])
 
 
-def _read_bytes(path):
-    """Content of a file, unzipped if it is gzip whatever its name, with \\n line ends and no BOM."""
-    try:
-        require_file(path)
-        with open(path, "rb") as file:
-            data = file.read()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except (EOFError, gzip.BadGzipFile, zlib.error):
-        raise UserError(f"{path}: truncated or damaged gzip file; fetch it again") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
-    data = re.sub(rb"\A(\xef\xbb\xbf|\xff\xfe|\xfe\xff)", b"", data)
-    # MMseqs2 servers put a NUL between the alignments of one file, and UTF-16 has one in every letter.
-    data = data.replace(b"\0", b"").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    if not data.strip():
-        raise UserError(f"{path}: the file is empty")
-    return data
-
-
 def split_suffix(path):
     """'dir/NAME.A3M.gz' -> ('NAME', '.a3m')."""
-    name = Path(re.sub(r"(?i)\.gz$", "", Path(path).name))
+    name = Path(path)
+    name = Path(name.stem if name.suffix.lower() in containers.SUFFIXES else name.name)
     return name.stem, name.suffix.lower()
 
 
@@ -96,76 +78,118 @@ def _first_word(name):
     return (name.split(None, 1) or [""])[0]
 
 
-def _fasta_records(data):
-    """FASTA and A3M, wrapped or not -> (headers, rows as written). '#' lines are comments, '//' ends."""
-    data = re.split(rb"(?m)^//\s*$", re.sub(rb"(?m)^#.*$", b"", data), maxsplit=1)[0]
+def _fasta_records(path, data):
+    """FASTA and A3M, wrapped or not -> (headers, rows as written). Lines that begin with '#' are comments."""
+    text = re.sub(rb"(?m)^#.*$", b"", data).strip()
+    if text and text[:1] != b">":
+        raise UserError(f"{path}: not {containers.ALIGNMENT}; it begins with {containers.begins(text)}")
     names, rows = [], []
-    for record in (b"\n" + data.lstrip()).split(b"\n>")[1:]:
+    for record in (b"\n" + text).split(b"\n>")[1:]:
         header, _, body = record.partition(b"\n")
         name = header.lstrip(b">").decode("utf-8", "replace").strip()
         if _first_word(name) not in NOT_SEQUENCES:
             names.append(name)
-            rows.append(body.translate(None, b" \t\n\v\f"))
+            rows.append(body.translate(None, b" \t\n\v\f").removesuffix(b"*"))  # '*' ends a chain
     return names, rows
 
 
-def _block_records(data):
+def _block_records(path, data):
     """Stockholm and Clustal, interleaved or not -> (names, rows). Only lines with a sequence make rows, so
     '#=GS' naming hits before the query is harmless. A name twice in one block is two rows."""
     pieces, in_block = {}, {}
     for line in data.split(b"\n"):
         fields = line.split()
-        if line.startswith(b"//"):
-            break
         if not fields:
             in_block = {}
-        elif not line[:1].isspace() and line[:1] != b"#" and len(fields) > 1:
+        elif not line[:1].isspace() and not line.startswith((b"#", b"CLUSTAL", b"MUSCLE")):
+            if len(fields) != 2 and not (len(fields) == 3 and fields[2].isdigit()):  # Clustal counts residues
+                raise UserError(f"{path}: the line {containers.begins(line)} is no name with a sequence")
             count = in_block[fields[0]] = in_block.get(fields[0], 0) + 1
             pieces.setdefault((fields[0], count), []).append(fields[1])
     return [name.decode("utf-8", "replace") for name, _ in pieces], [b"".join(row) for row in pieces.values()]
 
 
-def _parse_alignment(path):
-    """Any format -> (names, rows) in the file's order; rows are bytes of one length, one a column."""
-    data, suffix = _read_bytes(path), split_suffix(path)[1]
-    first = data.lstrip().split(b"\n", 1)[0]
-    inserts = [b""]
-    if first.startswith((b"# STOCKHOLM", b"#=")):
-        names, rows = _block_records(data)
-    elif first.startswith((b"CLUSTAL", b"MUSCLE")):
-        names, rows = _block_records(data.lstrip().partition(b"\n")[2])
-    elif re.match(rb"(\s|#.*\n)*>", data):
-        names, rows = _fasta_records(data)
-        inserts = _insert_symbols(rows, suffix in (".a3m", ".a2m"))
-        rows[:1] = [row.upper() if row.islower() else row for row in rows[:1]]  # a query all in lowercase
-    elif suffix == ".aln":  # PSICOV and CCMpred: bare rows
-        rows = data.split()
-        names = [""] * len(rows)
-    else:
-        raise UserError(f"{path}: not an alignment in A3M, Stockholm, aligned FASTA or Clustal format")
-    if not rows:
+def _alignments(path, data, records):
+    """[(names, rows as written)] of the alignments of a file: '//' or a NUL byte ends one. Those that begin
+    with the same sequence are one, as a search of several databases writes them."""
+    found = {}
+    for part in re.split(rb"\0|(?m:^//[ \t]*$)", data):
+        names, rows = records(path, part)
+        if rows:
+            same = found.setdefault(rows[0], ([], []))
+            same[0].extend(names)
+            same[1].extend(rows)
+    return list(found.values())
+
+
+def _parse_alignment(path, query=None):
+    """Any format -> (names, rows in the file's order, number of the query's row); rows are bytes of one
+    length, one a column."""
+    data = containers.read(path, containers.ALIGNMENT)
+    in_blocks = data.lstrip(b"\0\n ").startswith((b"# STOCKHOLM", b"#=", b"CLUSTAL", b"MUSCLE"))
+    alignments = _alignments(path, data, _block_records if in_blocks else _fasta_records)
+    if not alignments:
         raise UserError(f"{path}: the alignment has no sequences")
-    for deleted in inserts:
+    if len(alignments) > 1:
+        first = [_first_word(names[0]) for names, _ in alignments]
+        if first.count(query) != 1:
+            listed = ", ".join(first[:6]) + ", ..." * (len(first) > 6)
+            raise UserError(f"{path}: it holds {len(first)} alignments, of {listed}: choose one by --query, "
+                            "or give it a file of its own")
+        alignments = [alignments[first.index(query)]]
+    (names, rows), = alignments
+    chains = re.match(rb"#(\d+(?:,\d+)+)\t[\d,]+\s*\n", data)
+    number = 0 if query is None or chains else _find_row(path, names, query)
+    form = "blocks" if in_blocks else "a3m" if split_suffix(path)[1] in (".a3m", ".a2m") else "fasta"
+    rows = _columns(path, names, rows, number, form)
+    if chains:
+        names, rows = _one_chain(path, names, rows, [*map(int, chains[1].split(b","))], query)
+    return names, rows, number
+
+
+def _columns(path, names, rows, number, form):
+    """Rows as written -> rows of one length. A3M deletes lowercase letters and '.', unless '.' is its gap. A
+    file not called A3M is one if only that makes its rows equal; otherwise its rows are aligned as they
+    stand. The query has no insertions: lowercase in it is masking, or there are columns for it, or it is an
+    error."""
+    lower = [form != "blocks" and row != row.upper() for row in rows]
+    a3m = [LOWERCASE + b".", LOWERCASE]
+    readings = [*a3m, *[b""] * lower[number]] if form == "a3m" else [b"", *a3m * any(lower)]
+    query = rows[number].upper()
+    for deleted in readings:
         columns = [row.translate(None, deleted) for row in rows]
+        columns[number] = query.translate(None, deleted)
         if len({len(row) for row in columns}) == 1:
-            return names, columns
-    lengths = [len(row.translate(None, inserts[-2:][0])) for row in rows]
+            return columns
+    deleted = LOWERCASE if form == "a3m" or any(lower) else b""
+    lengths = [len(row.translate(None, deleted)) for row in rows]
+    if len(set(lengths)) == 1:
+        inserted = sum(map(str.islower, rows[number].decode("latin-1")))
+        raise UserError(f"{path}: the query, row {number} ({names[number][:60]!r}), has {inserted} residues "
+                        "in lowercase, insertions without a column in other rows; align again with this "
+                        "sequence as the query, in uppercase")
     row = next(i for i, length in enumerate(lengths) if length != lengths[0])
     raise UserError(f"{path}: row {row} ({names[row][:60]!r}) has {lengths[row]} "
-                    f"{'match ' if inserts[-2:][0] else ''}columns, expected {lengths[0]} as in row 0; "
-                    "the file is damaged or not an alignment")
+                    f"{'match ' if deleted else ''}columns, expected {lengths[0]} as in row 0; "
+                    "the file is damaged or its sequences are not aligned")
 
 
-def _insert_symbols(rows, is_a3m):
-    """Rows of a '>' file -> what to delete so that only columns remain: alternatives, first choice first.
-
-    A3M deletes lowercase letters and '.', unless '.' is its gap. A file not called A3M is one if only that
-    makes its rows equal; otherwise its rows are aligned as they stand. '*' is a column or a terminator.
-    """
-    aligned, a3m = [b"", b"*"], [LOWERCASE + b".*", LOWERCASE + b"*"]
-    if not any(row.translate(None, LOWERCASE + b".-*") for row in rows):
-        return aligned  # all in lowercase: as A3M it would have no columns
-    return a3m if is_a3m else aligned + a3m * any(row != row.upper() for row in rows)
+def _one_chain(path, names, rows, lengths, query):
+    """(names, rows) of one chain of a complex by ColabFold, whose rows hold all chains side by side. Rows
+    that lack this chain are left out."""
+    called = names[0].split()
+    if sum(lengths) != len(rows[0]) or len(called) != len(lengths):
+        raise UserError(f"{path}: its first line names chains of {', '.join(map(str, lengths))} residues, "
+                        f"which is not what row 0 ({names[0][:60]!r}) holds; the file is damaged")
+    if query not in called:
+        listed = ", ".join(f"{name} ({length} residues)"
+                           for name, length in zip(called, lengths, strict=True))
+        raise UserError(f"{path}: an alignment of a complex, of the chains {listed}; one chain is needed: "
+                        f"choose it by --query {called[0]}, or give it a file of its own")
+    start = sum(lengths[:called.index(query)])
+    cut = [row[start:start + lengths[called.index(query)]] for row in rows]
+    kept = [i for i, row in enumerate(cut) if i == 0 or row.strip(b"-.~")]
+    return [query, *(names[i] for i in kept[1:])], [cut[i] for i in kept]
 
 
 def _find_row(path, names, query):
@@ -189,7 +213,7 @@ def _query_columns(path, names, rows, number):
     if (msa == NO_TOKEN).any():
         row, column = np.argwhere(msa == NO_TOKEN)[0]
         raise UserError(f"{path}: row {row} ({names[row][:60]!r}) holds {chr(rows[row][column])!r}, "
-                        "which is neither an amino acid nor a gap; not an alignment of proteins")
+                        "which is neither an amino acid nor a gap; not an alignment of one protein")
     residues = msa[number] != GAP
     if not residues.any():
         raise UserError(f"{path}: the query, row {number} ({names[number][:60]!r}), has no residues")
@@ -199,14 +223,13 @@ def _query_columns(path, names, rows, number):
 def read_alignment(path, query=None):
     """Alignment file -> (R, L) uint8 tokens; row 0 is the query, columns are its residues.
 
-    Formats, told apart by content, each also gzipped: A3M (called .a3m, or rows that only agree without their
-    lowercase), Stockholm, aligned FASTA, Clustal, and bare rows in a file called .aln. The query is the first
-    sequence, or the row that `query` names. Columns where it has a gap are dropped, and so are insertions in
-    A3M, its own included: they have no column in other rows. Every sequence stays, the query twice as well.
-    Raises UserError: file unreadable, not an alignment, rows of unequal length, unknown query.
+    Formats, told apart by content, each also packed by gzip, bzip2 or xz: A3M (called .a3m, or rows that only
+    agree without their lowercase), Stockholm, aligned FASTA, Clustal. The query is the first sequence, or the
+    row that `query` names; of several alignments in a file it names one, of a complex a chain. Columns where
+    it has a gap are dropped, and so are insertions in A3M. Every sequence stays, the query twice as well.
+    Raises UserError: file unreadable, not one alignment of one chain, rows of unequal length, unknown query.
     """
-    names, rows = _parse_alignment(path)
-    return _query_columns(path, names, rows, 0 if query is None else _find_row(path, names, query))
+    return _query_columns(path, *_parse_alignment(path, query))
 
 
 # --- Structures -----------------------------------------------------------------------------------------
@@ -242,20 +265,23 @@ def _parse_structure(path):
         import gemmi
     except ImportError:
         raise UserError("reading structures needs gemmi: pip install gemmi", code=MISSING) from None
-    data = re.sub(rb"[^\n\r\t -~]", b"?", _read_bytes(path))  # PDB columns stay
+    data = containers.read(path, containers.STRUCTURE)
+    text = re.sub(rb"[^\n\r\t -~]", b"?", data)  # PDB columns stay
     try:
-        if re.match(rb"(\s|#.*\n)*data_", data, re.IGNORECASE):
-            blocks = list(gemmi.cif.read_string(data.decode()))
+        if re.match(rb"(\s|#.*\n)*data_", text, re.IGNORECASE):
+            blocks = list(gemmi.cif.read_string(text.decode()))
             atoms = [block for block in blocks if block.find_values("_atom_site.Cartn_x")]
             structure = gemmi.make_structure_from_block((atoms or blocks)[0])
         else:
-            structure = gemmi.read_pdb_string(data)
+            structure = gemmi.read_pdb_string(text)
         structure.merge_chain_parts()
         structure.setup_entities()
         structure.assign_label_seq_id()
     except (RuntimeError, ValueError, IndexError, TypeError) as error:  # what gemmi raises on damaged files
         reason = " ".join(str(error).split())[:120]
         raise UserError(f"{path}: not a readable PDB or mmCIF file: {reason}") from None
+    if not len(structure) or not structure[0].count_atom_sites():
+        raise UserError(f"{path}: not {containers.STRUCTURE}; it begins with {containers.begins(data)}")
     box = structure.calculate_box()
     farthest = max(map(abs, (*box.minimum.tolist(), *box.maximum.tolist())))
     if farthest > FARTHEST and box.minimum.x <= box.maximum.x:  # it has atoms
@@ -264,7 +290,7 @@ def _parse_structure(path):
 
 
 def read_structure(path, chain=None):
-    """PDB or mmCIF file, also gzipped -> list of Chain: the protein chains of its first model, in its order.
+    """PDB or mmCIF file, also packed -> list of Chain: the protein chains of its first model, in its order.
 
     `chain` (auth_asym name in mmCIF) keeps that one. Ligands, nucleic acids and waters are left out; modified
     residues count as what they were made from. Of alternate locations, and alternate residues in one place,
@@ -272,10 +298,10 @@ def read_structure(path, chain=None):
     Raises UserError: unreadable, no protein, no such chain, no gemmi.
     """
     structure = _parse_structure(path)
-    chains = [_read_chain(structure, model_chain) for model_chain in (structure[0] if len(structure) else [])]
+    chains = [_read_chain(structure, model_chain) for model_chain in structure[0]]
     chains = [candidate for candidate in chains if candidate is not None]
     if not chains:
-        raise UserError(f"{path}: no protein chain; a PDB or mmCIF file with atoms is needed")
+        raise UserError(f"{path}: none of its {len(structure[0])} chains is a protein")
     chosen = [candidate for candidate in chains if chain in (None, candidate.name)]
     if not chosen:
         listed = ", ".join(f"{c.name or '(no name)'} ({c.seen.sum()} residues)" for c in chains[:12])
@@ -380,7 +406,7 @@ def _row_that_matches(names, rows, chains):
         return {text[i:i + 4] for i in range(len(text) - 3)}
 
     wanted = set().union(*(words(_letters(chain.sequence)) for chain in chains))
-    residues = [_letters(_tokens(row.translate(None, b"-.~*"))) for row in rows]
+    residues = [_letters(_tokens(row.translate(None, b"-.~"))) for row in rows]
     shared = [len(words(text) & wanted) if name else 0 for name, text in zip(names, residues, strict=True)]
     for number in sorted(range(len(rows)), key=shared.__getitem__, reverse=True)[:3]:
         tokens = _tokens(residues[number].encode())
@@ -404,8 +430,8 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
     equals. query: name of the query's row; without it row 0. name: without it the alignment file's own.
     Raises UserError, also if the query is not the structure's protein.
     """
-    names, rows = _parse_alignment(msa_path)
-    msa = _query_columns(msa_path, names, rows, 0 if query is None else _find_row(msa_path, names, query))
+    names, rows, number = _parse_alignment(msa_path, query)
+    msa = _query_columns(msa_path, names, rows, number)
     chains = read_structure(structure_path, chain)
     best, mapping = _best_chain(msa[0], chains)
     if not _matches(msa[0], best, mapping):
@@ -431,7 +457,8 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
 
 # --- Families -------------------------------------------------------------------------------------------
 
-ALIGNMENT_SUFFIXES = (".a3m", ".a2m", ".sto", ".stk", ".fasta", ".fa", ".fas", ".afa", ".aln")
+ALIGNMENT_SUFFIXES = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".fasta", ".fa", ".fas", ".faa", ".afa",
+                      ".aln", ".clustal", ".clw", ".msa")
 STRUCTURE_SUFFIXES = (".cif", ".mmcif", ".pdb", ".ent")
 
 
