@@ -43,7 +43,6 @@ OURS = {  # name: switches beside the defaults
     "ours, fused": (),
     "ours, compiled, graph": GRAPH,
     "ours, compiled, graph, Triton kernels": (*GRAPH, "enable_pointwise_kernel", "enable_triton_adamw"),
-    "ours, compiled, graph, loss fusion": (*GRAPH, "enable_loss_fusion"),
     "ours, ultra-fused blocks, graph": ("enable_cuda_graphs", "enable_ultra_block")}
 SIZES = dict(batch_size=8, seq_len=256, hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4,
              vocab_size=256)

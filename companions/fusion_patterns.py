@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
 """A laboratory of kernel fusion: five patterns, each written several ways, and which of them to use.
 
-    python companions/fusion_patterns.py              # everything
-    python companions/fusion_patterns.py --patterns "topk scores" --rounds 20
-    python companions/fusion_patterns.py --retune     # first the best tiles
-    python companions/fusion_patterns.py --targets "sm_90 gfx90a gfx942 gfx950"
+    python companions/fusion_patterns.py                                      # every pattern
+    python companions/fusion_patterns.py --patterns topk scores --rounds 20
+    python companions/fusion_patterns.py --retune                             # first the best tiles
+    python companions/fusion_patterns.py --patterns add_norm --ladder sm_90 gfx942
 
-Plain PyTorch, torch.compile, our Triton kernel (companions/kernels/patterns.py) and the library's own fused
-operation are held against float64, then timed by turns, with the bytes that have to be moved. From this a
-verdict for each pattern, FUSE, LIBRARY or DON'T, for a forward pass and with backward, where of our kernels
-only residual + norm takes part. The register ladder, which needs no GPU, shows where a row no longer fits.
+It answers for each pattern whether a kernel of your own is worth writing. Plain PyTorch, torch.compile, our
+Triton kernel (companions/kernels/patterns.py) and the library's fused operation are held against float64,
+then timed by turns, beside the bytes that have to be moved. Each pattern gets a verdict, FUSE, LIBRARY or
+DON'T, for a forward pass and for one with backward, in which residual + norm alone has a kernel of ours. The
+register ladder compiles that kernel for GPUs that need not be here, and shows which rows are too wide for it.
 
 Reading order: PATTERNS, measure, verdict, rung.
 """
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -52,6 +54,7 @@ if HAS_TRITON:
 DIRECTORY = "./pytorch_profiles_v2"  # for the result, without --profile-dir
 KEPT = 8  # of top-k
 WITHOUT = "needs a GPU and Triton"
+TARGETS = ("here", *ahead_of_time.TARGETS) if HAS_TRITON else ()  # GPUs that a ladder can be made for
 
 
 def plain_norm(x, weight, bias=None):
@@ -263,23 +266,22 @@ def verdict(times):
 
 # --- The register ladder --------------------------------------------------------------------------------
 
-LADDER = (1024, 4096, 16384, 65536)
-WARPS = (4, 8, 16)
+WIDTHS, WARPS = (1024, 4096, 16384, 65536), (4, 8, 16)
 
 
 def rung(width, warps, target, device):
-    """Residual + LayerNorm, forward and backward, with a row of this width in so many warps: what a GPU's
-    compiler makes of it, and on this GPU the time."""
-    here = device.type == "cuda"
+    """Residual + LayerNorm, forward and backward, with a row of this width in so many warps: what the
+    compiler makes of it for a target, and for "here", this GPU, the time."""
+    here = target == "here"
     rows = max(2 ** 26 // width, 1) if here else 2
     x, y, total, out, dx = (torch.zeros(rows, width, dtype=torch.bfloat16, device=device) for _ in range(5))
     weight, bias = torch.ones(2, width, dtype=torch.bfloat16, device=device)
-    parts = torch.empty(min(rows, kernels.PROGRAMS), 2, width, device=device)
-    of_backward = x, y, total, weight, dx, parts, rows
-    found = dict(width=width, warps=warps, target=target)
+    partial_sums = torch.empty(min(rows, kernels.PROGRAMS), 2, width, device=device)
+    found = dict(width=width, warps=warps, target=tuner.gpu() if here else target)
     for name, kernel, programs, tensors in (
             ("forward", kernels.add_norm_kernel, rows, (x, y, weight, bias, total, out)),
-            ("backward", kernels.add_norm_backward_kernel, len(parts), of_backward)):
+            ("backward", kernels.add_norm_backward_kernel, len(partial_sums),
+             (x, y, total, weight, dx, partial_sums, rows))):
         run = partial(ahead_of_time.start, kernel, (programs,), *tensors, width, EPS, CENTRED=True, BN=width,
                       num_warps=warps, num_stages=1)
         with ahead_of_time.watching() if here else ahead_of_time.compiling(target) as seen:
@@ -289,33 +291,31 @@ def rung(width, warps, target, device):
     return found
 
 
-def ladder_lines(steps):
-    """A line a rung; in a cell registers (spills) and the time."""
-    rows = [["width", "warps", "GPU", "forward: registers (spills)", "backward: registers (spills)"]]
-    for found in steps:
-        cells = [f"{s['registers']} ({s['spills']})" + cell(s["milliseconds"], " .3f", 1, " ms")
-                 for s in (found["forward"], found["backward"])]
-        rows.append([str(found["width"]), str(found["warps"]), found["target"], *cells])
-    return aligned(rows)
+def ladder_line(found):
+    """A rung; of each kernel registers (spills), and the time if there is one."""
+    cells = [f"{s['registers']} ({s['spills']})" + cell(s["milliseconds"], " .3f", 1, " ms")
+             for s in (found["forward"], found["backward"])]
+    return f"  {found['width']:6d} {found['warps']:6d}  {found['target']:12s}  {cells[0]:18s}  {cells[1]}"
 
 
 # --- The report -----------------------------------------------------------------------------------------
 
 
-def milliseconds(found):
-    return "" if found is None else "{1:.3f} ({0:.3f}, {2:.3f})".format(*(1e3 * t for t in found))
+def milliseconds(times):
+    return "" if times is None else "{1:.3f} ({0:.3f}, {2:.3f})".format(*(1e3 * t for t in times))
 
 
 def print_pattern(result, copy):
-    """A table of its ways, and the verdicts."""
+    """A table of its ways, and the verdicts. copy: bytes/s of this GPU, None on a CPU, whose caches hold all
+    of a pattern."""
     least = result["least_bytes"]
     print(f"{result['title']}, {'x'.join(map(str, result['sizes']))} {result['dtype']}: plain code moves "
           f"{result['plain_bytes'] / 1e6:.1f} MB forward, {least / 1e6:.1f} MB have to")
     rows = [["way", "forward ms (p20, p80)", "of a copy", "with backward ms (p20, p80)"]]
     for way in result["ways"]:
         rows.append([way["name"], way["reason"]] if way["reason"] else [
-            way["name"], milliseconds(way["forward"]), f"{least / way['forward'][1] / copy:.0%}",
-            milliseconds(way["both"])])
+            way["name"], milliseconds(way["forward"]),
+            f"{least / way['forward'][1] / copy:.0%}" if copy else "n/a", milliseconds(way["both"])])
     print("\n".join(f"  {line}" for line in aligned(rows)))
     for title, key in (("Forward", "forward"), ("With backward", "both")):
         print(f"  {title}: {': '.join(result['verdict'][key])}", flush=True)
@@ -324,56 +324,44 @@ def print_pattern(result, copy):
 def arguments_of(argv):
     summary, _, rest = __doc__.partition("\n")
     parser = Parser(prog="fusion_patterns.py", description=summary, epilog=f"{rest}\n{files.EXIT_CODES}")
-    parser.add_argument("--patterns", metavar='"NAME ..."', default=" ".join(PATTERNS),
-                        help="only these (default: %(default)s)")
+    parser.add_argument("--patterns", nargs="+", metavar="NAME", choices=[*PATTERNS], default=[*PATTERNS],
+                        help=f"only these of {', '.join(PATTERNS)} (default: all)")
     parser.add_argument("--rounds", type=whole_number(2), default=9, metavar="N",
                         help="times each way is timed (default: 9)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: auto)")
-    parser.add_argument("--targets", metavar='"NAME ..."', default="sm_90 gfx942",
-                        help="GPUs to compile for that are not here (default: %(default)s)")
+    parser.add_argument("--ladder", nargs="*", metavar="GPU", choices=TARGETS, default=[],
+                        help=f"a register ladder for these of {', '.join(TARGETS)} (default: none)")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile (default: off)")
-    parser.add_argument("--no-ladder", action="store_true", help="no register ladder (default: off)")
     parser.add_argument("--retune", action="store_true", help="measure our kernels' tiles (default: off)")
     parser.add_argument("--json", action="store_true",
                         help="end with one line of JSON on a terminal, too (default: off)")
     parser.add_argument("--profile-dir", default=DIRECTORY, metavar="DIR",
                         help="where results go (default: %(default)s)")
-    options = parser.parse_args(argv)
-    options.targets = options.targets.split()
-    options.patterns = options.patterns.replace(",", " ").split()
-    known = ahead_of_time.TARGETS if HAS_TRITON else options.targets
-    for given, names, allowed in (("--patterns", options.patterns, PATTERNS),
-                                  ("--targets", options.targets, known)):
-        if wrong := [name for name in names if name not in allowed]:
-            parser.error(f"argument {given}: {wrong[0]!r} is none of {' '.join(allowed)}")
-    if not options.patterns:
-        parser.error(f"argument --patterns: names none of {' '.join(PATTERNS)}")
-    return options
+    return parser.parse_args(argv)
 
 
 def run(argv):
     options = arguments_of(argv)
     device = choose_device(options.device)
     on_gpu = device.type == "cuda"
-    if options.retune and not (on_gpu and HAS_TRITON):
-        raise files.UserError("--retune needs a GPU and Triton", code=files.NO_GPU)
+    if (options.retune or "here" in options.ladder) and not (on_gpu and HAS_TRITON):
+        raise files.UserError("--retune and --ladder here need a GPU and Triton", code=files.NO_GPU)
     files.claim(options.profile_dir, options.profile_dir != DIRECTORY)
     path = os.path.join(options.profile_dir, "fusion_patterns.json")
     if not on_gpu:
         keep_freed_memory()
-    copy, results, steps = copy_ceiling(device), [], []
-    print(f"Device: {device} | torch {torch.__version__} | copy {copy / 1e9:.1f} GB/s | {options.rounds} "
-          "rounds by turns", flush=True)
+    copy, results, steps = copy_ceiling(device) if on_gpu else None, [], []
+    print(f"Device: {device} | torch {torch.__version__} | {options.rounds} rounds by turns", flush=True)
     with tuner.retuning() if options.retune else contextlib.nullcontext():
         for name in options.patterns:
             results.append(measure(name, device, options.rounds, not options.no_compile))
             print_pattern(results[-1], copy)
-    if HAS_TRITON and not options.no_ladder:
-        targets = [tuner.gpu()] if on_gpu else options.targets
-        steps = [rung(width, warps, target, device)
-                 for target in targets for width in LADDER for warps in WARPS]
-        print("\n  ".join(["Register ladder of residual + LayerNorm, a row a program", *ladder_lines(steps)]))
-    files.set_aside(path)
+    if options.ladder:
+        print("Register ladder of residual + LayerNorm, a row a program: registers (spills)\n"
+              "   width  warps  GPU           forward             backward")
+    for target, width, warps in itertools.product(options.ladder, WIDTHS, WARPS):
+        steps.append(rung(width, warps, target, device))
+        print(ladder_line(steps[-1]), flush=True)
     files.write_json(path, files.finite(dict(mode="fusion_patterns", system_info=system_info(device),
                                              copy_bytes_per_s=copy, patterns=results, ladder=steps)))
     wrong = [f"{result['name']} {way['name']}" for result in results for way in result["ways"]
@@ -381,7 +369,7 @@ def run(argv):
              or way["name"] == "ours" and way["reason"] not in (None, WITHOUT)]
     if wrong:
         print(f"WRONG: {', '.join(wrong)}")
-    verdicts = {result["name"]: [found[0] for found in result["verdict"].values()] for result in results}
+    verdicts = {result["name"]: [word for word, _ in result["verdict"].values()] for result in results}
     print_result(dict(mode="fusion_patterns", verdicts=verdicts, wrong=wrong), path,
                  SimpleNamespace(profiler=options))
     return files.FAILED if wrong else 0

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fusion_lab.training.evaluations import Evaluation
+from fusion_lab.training.evaluations import Evaluation, evaluating
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted
 from fusion_lab.training.program import Data
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 ONE_IN = 10  # files are held out
-MOST_WINDOWS = 512  # of an evaluation, unless more are asked for
+MOST_WINDOWS = 512  # of an evaluation
 
 
 def is_held_out(name):
@@ -94,21 +94,17 @@ class Bytes(Data):
     def evaluate(self, trainer, stop, final=False):
         """Bits per byte of as many windows as the model was trained on, up to MOST_WINDOWS: a short run is
         not kept waiting."""
-        trained = min(MOST_WINDOWS, max(1, trainer.step_number) * trainer.training.batch_size)
-        most = trainer.training.eval_windows or trained
-        with torch.compiler.set_stance("force_eager"):
+        most = min(MOST_WINDOWS, max(1, trainer.step_number) * trainer.training.batch_size)
+        with evaluating(trainer.model):
             seen, unseen = (bits_per_byte(trainer, self.evaluation(part, most), stop)
                             for part in (self.seen, self.unseen))
-        if seen is None or unseen is None:  # a signal came first
-            return Evaluation("", {})
         return Evaluation(f"Bits per byte: training {seen:.3f}, held-out {unseen:.3f}, a guess 8",
                           {"training bits per byte": seen, "held-out bits per byte": unseen},
                           details=dict(training=seen, held_out=unseen))
 
 
-@torch.no_grad()
 def bits_per_byte(trainer, batches, stop):
-    """Mean over all bytes asked for; None if a signal came first."""
+    """The mean over the batches' bytes, or over those before a signal."""
     total = count = 0
     for batch in batches:
         if stop.signal:
@@ -116,4 +112,4 @@ def bits_per_byte(trainer, batches, stop):
         batch = to_device(batch, trainer.device)
         total += trainer.forward(batch)["loss"].item() * batch["targets"].numel()
         count += batch["targets"].numel()
-    return total / count / math.log(2) if count else None
+    return total / max(count, 1) / math.log(2)

@@ -5,10 +5,11 @@
     python companions/tiny_llama.py --compare-fusion    # what a switch buys
     python companions/tiny_llama.py --compare-ultra     # one kernel a block (ultra_block.py)
 
-It shows the same switches in the model that most people know, where they pay differently: GEMMs are large,
-so packing them matters more and launches less. LLaMA (Touvron et al. 2023) is as in transformers, under its
-parameter names: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU. It reads the standard
-library of the Python that runs it (text.py). Reading order: FusedTransformerBlock, then its four parts above.
+This companion runs the lab on the model that most people know. Its matrix products are large, so packing them
+gains more than in the Evoformer, and saving kernel launches gains less. LLaMA (Touvron et al. 2023) is as in
+transformers, under its parameter names: RMSNorm before each layer, rotary positions, grouped-query attention,
+SwiGLU. It learns the standard library of the Python that runs it (text.py). Read FusedTransformerBlock first,
+then its four parts above.
 
 Letters in shape comments: B samples, S bytes, c channels, H heads, G of them for keys and values, D = c / H.
 """
@@ -52,11 +53,9 @@ class LlamaConfig(Checked):
 
 @dataclass(frozen=True)
 class LlamaTraining(TrainingConfig):
-    """Text, and a mode of its own."""
+    """Text to learn, and a mode of its own."""
     data: str = option(None, "file or directory of text; default: this Python's standard library", type=str,
                        metavar="PATH")
-    eval_windows: int = option(None, "windows of --seq-len bytes in an evaluation; default: as many as were "
-                                     "trained on, at most 512", low=1, type=int)
     compare_ultra: bool = option(
         False, "one kernel a block, beside CUDA graphs and torch.compile, four shapes",
         mode=("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "seed", "device",
@@ -72,9 +71,6 @@ class LlamaSwitches(Switches):
     enable_swiglu_fusion: bool = option(True, "gate and up of SwiGLU in one GEMM", preset=True,
                                         title="SwiGLU Fusion")
     enable_norm_fusion: bool = option(True, "RMSNorm in one operation", preset=True, title="Norm Fusion")
-    enable_loss_fusion: bool = option(
-        False, "head and cross-entropy in chunks: logits of all bytes are never there at once", rung=6,
-        title="Loss Fusion")
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every block, recompute the rest in backward", rung=7)
     enable_pointwise_kernel: bool = option(False, "SwiGLU and rotary positions in Triton", ultra=True, rung=5)
@@ -106,7 +102,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from companions import text, ultra_block
-from companions.chunked_loss import ChunkedLoss
 from companions.kernels import dispatch
 from fusion_lab.kernels.dispatch import runs
 from fusion_lab.kernels.library.attention_choice import causal_kernel
@@ -220,18 +215,16 @@ class FusedTransformerBlock(nn.Module):
 class Head(nn.Module):
     """Logits of the next byte, or with targets the mean cross-entropy. Tied, it has no weight of its own."""
 
-    def __init__(self, config, fusion):
+    def __init__(self, config):
         super().__init__()
-        self.fused = fusion.enable_loss_fusion
         if not config.tie_word_embeddings:
             self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
 
     def forward(self, x, weight, targets=None):
+        logits = F.linear(x, weight)
         if targets is None:
-            return F.linear(x, weight)
-        if self.fused:
-            return ChunkedLoss.of(x, weight, targets)
-        logits = F.linear(x, weight).flatten(0, 1)
+            return logits
+        logits = logits.flatten(0, 1)
         return F.cross_entropy(logits.to(at_least_float32(logits.dtype)), targets.flatten())
 
 
@@ -252,7 +245,7 @@ class TinyLlama(nn.Module, Model):
     def __init__(self, config, fusion):
         super().__init__()
         self.config, self.fusion = config, fusion
-        self.model, self.lm_head = Stack(config, fusion), Head(config, fusion)
+        self.model, self.lm_head = Stack(config, fusion), Head(config)
         self.initialise()
         angles = rotary(config.seq_len, config.hidden_size // config.num_heads, config.rope_theta)
         self.register_buffer("angles", angles, persistent=False)  # float64: forward rounds them

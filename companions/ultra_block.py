@@ -1,12 +1,12 @@
-"""The switch ultra-block of tiny_llama.py, and --compare-ultra: one kernel a block, is that worth it?
+"""TinyLlama V4: a whole block of tiny_llama.py as one kernel. Is that worth it?
 
     python companions/tiny_llama.py --compare-ultra                       # on a GPU with Triton
     python companions/tiny_llama.py --use-amp --enable-ultra-block        # train with it
 
-Forward is companions/kernels/ultra_block.py, one persistent kernel. Backward runs the block again by its
-ordinary fused path and differentiates that: exact for every parameter, one more forward pass, and the memory
-of activation checkpointing. The comparison times forward and training step at four shapes, always beside the
-CUDA graph of the fused model and torch.compile: an ultra-fused block saves launches, and so do they.
+The forward pass is companions/kernels/ultra_block.py, one persistent kernel. The backward pass runs the block
+again by its ordinary fused path and differentiates that: exact for every parameter, at the price of one more
+forward pass and with the memory of activation checkpointing. The comparison times forward passes and training
+steps at four shapes, beside a CUDA graph and torch.compile, which save kernel launches as well.
 """
 import os
 from functools import partial
@@ -100,10 +100,11 @@ class Forward:
         return (self.graph or self.loss)(batch)
 
 
-def contest(make, program, settings, device, names=tuple(WAYS), rounds=ROUNDS):
+def contest(make, program, settings, device):
     """Rows of make(program, settings, device) under the switches of each way."""
-    made = {name: partial(make, program, settings.having(**WAYS[name]), device) for name in names}
-    return measured(made, "", program.data(settings).check_batch(), device, rounds)
+    made = {name: partial(make, program, settings.having(**switches), device)
+            for name, switches in WAYS.items()}
+    return measured(made, "", program.data(settings).check_batch(), device, ROUNDS)
 
 
 def verdict(rows):

@@ -232,10 +232,10 @@ def companions():
     """Other models, patterns of fusion, OpenFold's block."""
     if not (ROOT / "companions").exists():
         return []
-    sizes = {"protein_mpnn": "--batch-size 2", "tiny_llama": "--batch-size 4 --eval-windows 16"}
+    sizes = {"protein_mpnn": "--batch-size 2", "tiny_llama": "--batch-size 4"}
     if ON_CPU:
         sizes = {"protein_mpnn": "--batch-size 2 --num-layers 1 --seq-len 32 --neighbors 16",
-                 "tiny_llama": "--hidden-size 64 --num-layers 2 --seq-len 32 --eval-windows 4"}
+                 "tiny_llama": "--hidden-size 64 --num-layers 2 --seq-len 32"}
     alone = {"protein_mpnn": "split aggregate edge", "tiny_llama": "qkv flash_attention swiglu norm"}
     kernel = {"protein_mpnn": "message_kernel", "tiny_llama": "pointwise_kernel"}
     found = []
@@ -254,7 +254,7 @@ def companions():
         found.append(Verb(f"compare {name}", (f"{program} {precision} --compare-fusion --num-steps 3 "
                                                f"--warmup-steps 1 {words}",), measured=measured, named=named,
                           expected=UNPACKED if named else ()))
-    patterns = " --patterns add_norm --no-compile --no-ladder" if ON_CPU else ""
+    patterns = " --patterns add_norm --no-compile" if ON_CPU else " --ladder here"
     flags = "--quick --sizes 5 --steps 1" if ON_CPU else "--sizes 64 --steps 3"
     return [*found,
             Verb("patterns", (f"companions/fusion_patterns.py --rounds 3{patterns}",),

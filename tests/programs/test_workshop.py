@@ -23,8 +23,8 @@ TOY = {  # what makes a program's commands small; later flags win
     "companions/protein_mpnn.py": f"--hidden-dim 16 --num-layers 1 --neighbors 6 --seq-len 20 {STEPS}",
     "companions/tiny_llama.py": (
         "--hidden-size 32 --intermediate-size 32 --num-layers 1 --num-heads 2 --num-kv-heads 1 --seq-len 16 "
-        f"--eval-windows 4 --data {ROOT / 'README.md'} {STEPS}"),
-    "companions/fusion_patterns.py": "--patterns topk --rounds 2 --no-compile --no-ladder --device cpu",
+        f"--data {ROOT / 'README.md'} {STEPS}"),
+    "companions/fusion_patterns.py": "--patterns topk --rounds 2 --no-compile --ladder --device cpu",
     "./launch_performance_study.sh": "--device cpu --no-plots --seq-lens 16 --num-runs 1"}
 NO_GPU = 4  # exit code of what needs one
 

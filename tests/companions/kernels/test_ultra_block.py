@@ -100,10 +100,10 @@ def test_counters_are_ready_for_the_next_launch():
 def test_the_comparison_of_a_shape():
     settings = PROGRAM.settings(**SMALL, intermediate_size=64, num_layers=1, seq_len=8, batch_size=1,
                                 device="cpu")
-    with mock.patch.object(llama, "runs", lambda x: True):
+    ways = {name: ultra.WAYS[name] for name in (ultra.ULTRA, ultra.EAGER)}
+    with mock.patch.object(llama, "runs", lambda x: True), mock.patch.multiple(ultra, WAYS=ways, ROUNDS=2):
         for make in (ultra.Forward, PROGRAM.trainer):
-            names = ultra.ULTRA, ultra.EAGER
-            rows = ultra.contest(make, PROGRAM, settings, torch.device("cpu"), names, rounds=2)
-            assert tuple(row["name"] for row in rows) == names
+            rows = ultra.contest(make, PROGRAM, settings, torch.device("cpu"))
+            assert [row["name"] for row in rows] == [*ways]
             assert all(0 < row["median"] for row in rows) and ultra.verdict(rows)
             assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
