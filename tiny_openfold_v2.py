@@ -588,6 +588,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
         self.graph, self.gradient_norm = None, torch.zeros((), device=device)
         self.step_number, self.trained_on, self.chosen_by = 0, set(), set()  # names: learned from, and chose
+        self.sequences = {}  # of what was learned from, by which its relatives are found
         self.best = dict(score=None, step=None, since=0)  # evaluation, and how many came after it
 
     @property

@@ -74,7 +74,8 @@ def snapshot(trainer):
                 moments={kind: kinds.pop(kind) for kind in ("exp_avg", "exp_avg_sq") if kind in kinds},
                 updates=updates, scaler=trainer.scaler.state_dict(), rng=rng, best=dict(trainer.best),
                 averaged_steps=average.steps if average else 0, gradient_norm=trainer.gradient_norm.item(),
-                trained_on=sorted(trainer.trained_on), chosen_by=sorted(trainer.chosen_by), **kinds)
+                trained_on=sorted(trainer.trained_on), sequences=trainer.sequences,
+                chosen_by=sorted(trainer.chosen_by), **kinds)
 
 
 def save(trainer, path):
@@ -125,16 +126,22 @@ def continues(trainer, path, saved):
 
 # --- Reading ------------------------------------------------------------------------------------------------
 
+MOST_SHARED = 10  # tensors that may share one storage, as tied weights do
+
 
 def read_saved(path, what):
     """What torch.save() wrote, tensors and plain values. torch.load() looks at no checksum, and takes for a
-    directory what one wrong bit calls one, so the entries of the zip file are checked first. Raises
-    UserError, which begins with what the file should be."""
+    directory what one wrong bit calls one, so the entries of the zip file are checked first. Neither packed
+    entries nor the shapes of tensors may ask for more memory than the file has bytes. Raises UserError, which
+    begins with what the file should be."""
     try:
         require_file(path)
         with zipfile.ZipFile(path) as entries:
-            sound = entries.testzip() is None and not any(e.external_attr for e in entries.infolist())
+            listed, size = entries.infolist(), os.path.getsize(path)
+            sound = sum(e.file_size for e in listed) <= size and entries.testzip() is None \
+                and not any(e.external_attr for e in listed)
         saved = torch.load(path, map_location="cpu", weights_only=True) if sound else None
+        sound = sound and tensor_bytes(saved) <= MOST_SHARED * size
     except OSError as error:
         raise UserError(f"{what} {path}: {error.strerror or error}") from None
     except Exception:  # a damaged file raises whatever its first bad byte leads to
@@ -142,6 +149,14 @@ def read_saved(path, what):
     if not sound:
         raise UserError(f"{what} {path}: damaged, or something else")
     return saved
+
+
+def tensor_bytes(value):
+    """Of all tensors in plain values, by their shapes: a view may claim far more than its storage holds."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(tensor_bytes, parts))
 
 
 def read_checkpoint(path, program, config):
@@ -214,6 +229,7 @@ def restore(trainer, path):
         trainer.best = {**trainer.best, **saved.get("best", {})}  # older ones have none
         trainer.gradient_norm.fill_(saved.get("gradient_norm", 0.0))
         trainer.trained_on, trainer.chosen_by = set(saved["trained_on"]), set(saved.get("chosen_by", ()))
+        trainer.sequences = dict(saved.get("sequences", {}))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         words = printable(error).strip()[:200]
         raise UserError(f"checkpoint {path}: damaged, or of another version ({words})") from None

@@ -157,7 +157,8 @@ def add_flag(group, f, paired=False, told=str):
         return
     metavar = meta["metavar"] or {int: "N", float: "X"}.get(meta["type"]) or f.name.split("_")[-1].upper()
     group.add_argument(*[meta["short"]] * bool(meta["short"]), flag(f.name), type=converter(meta["type"]),
-                       choices=meta["choices"], metavar=metavar, **shared)
+                       choices=meta["choices"], metavar=metavar, nargs="+" if meta["several"] else None,
+                       **shared)
 
 
 MODES = {"--validate-setup": "quick check of the chosen fusions on this machine: numerics, five steps",

@@ -44,7 +44,8 @@ def read_model(path, program):
     saved = checkpoints.read_saved(path, "model")
     kind = saved.get("format") if isinstance(saved, dict) else None
     if kind == checkpoints.format_of(program):
-        saved = {**saved, "card": {name: saved.get(name) for name in ("step", "trained_on", "chosen_by")},
+        saved = {**saved, "card": {name: saved.get(name) for name in
+                                   ("step", "trained_on", "sequences", "chosen_by")},
                  "model": saved.get("average", saved["model"])}
     elif kind != format_of(program):
         raise UserError(f"model {path}: neither a model file nor a checkpoint of {program.name}")
@@ -74,6 +75,7 @@ def load_weights(trainer, path, source):
     trainer.average = recipe.average(trainer.updated, trainer.training.ema_decay)
     trainer.trained_on, trainer.chosen_by = (set(saved.card.get(name) or ()) for name in
                                              ("trained_on", "chosen_by"))
+    trainer.sequences = dict(saved.card.get("sequences") or {})
     print(f"Begins with the weights of {path}")
 
 
@@ -88,6 +90,7 @@ def begin_from_files(trainer, source):
     elif training.init_from:
         load_weights(trainer, training.init_from, source)
     trainer.trained_on.update(source.names)
+    trainer.sequences.update(source.sequences)
     trainer.chosen_by.update(source.choosing)
 
 

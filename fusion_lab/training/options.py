@@ -12,7 +12,7 @@ from fusion_lab.kernels.limits import HAS_TRITON
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
            ultra=False, rung=None, alone=True, title=None, training_only=False, resized=False, metavar=None,
-           mode=(), short=None):
+           mode=(), short=None, several=False):
     """A dataclass field that is also a command-line flag.
 
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
@@ -21,12 +21,12 @@ def option(default, help, low=None, choices=None, type=None, below=None, *, at_m
     its own there; title, its name in the start-up lines. training_only: what only training has, such as a
     file. resized: a checkpoint may be continued with another value. metavar: what --help shows in place of
     its value. mode: if given, the flag is a mode, and these are the fields that it takes. short: such as
-    "-o".
+    "-o". several: the value is a list of them.
     """
     return field(default=default, metadata=dict(
         help=help, low=low, below=below, at_most=at_most, choices=choices, type=type or default.__class__,
         preset=preset, ultra=ultra, rung=rung, alone=alone, title=title, training_only=training_only,
-        resized=resized, metavar=metavar, mode=mode, short=short))
+        resized=resized, metavar=metavar, mode=mode, short=short, several=several))
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class Checked:
             value, meta = getattr(self, f.name), f.metadata
             if value is None and f.default is None:
                 continue
-            if value == "":
+            if meta["several"] and not isinstance(value, list):
+                self.refuse(f.name, "must be a list")
+            if value == "" or meta["several"] and not all(value):
                 self.refuse(f.name, "must not be empty")
             if meta["type"] is bool and not isinstance(value, bool):
                 self.refuse(f.name, "must be True or False")

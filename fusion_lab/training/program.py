@@ -62,6 +62,7 @@ class Data:
     """What a program trains on: Mine(settings). A subclass adds batch(step), a pure function of (seed, step)
     that returns {name: tensor} on the CPU, and describe(), a few words."""
     names = held_out = choosing = ()  # of real things: learned from, kept out, choosing between evaluations
+    sequences = {}                    # {name: plain values by which relatives of what is learned are found}
     chooses = False                   # whether its evaluations have a score to choose by
 
     def check_batch(self):

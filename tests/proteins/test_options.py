@@ -38,8 +38,8 @@ def test_what_does_not_go_together(values, words):
     dict(data="d", holdout_fraction=0.1, validate_fraction=0.5, early_stopping=2, save_best="b"),
     dict(msa="x", structure="x", query="q", min_coordinates=1.0),
     dict(synthetic_world="natural", real_folds="f"),
-    dict(contacts="x", structure="x", query="q", output="o"), dict(fold="x", structure="x", output="o"),
-    dict(fold="x", query="q")])
+    dict(contacts=["x"], structure="x", query="q", output="o"),
+    dict(fold=["x"], structure="x", output="o"), dict(fold=["x"], query="q")])
 def test_what_goes_together(values):
     assert vars(TrainingConfig(**values)).items() >= values.items()
 

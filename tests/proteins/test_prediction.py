@@ -1,6 +1,8 @@
 """--contacts: predictions for one alignment, their files, the model files they come from."""
 import contextlib
+import fcntl
 import json
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -163,8 +165,11 @@ def test_what_the_model_knew_and_saw_is_told(tmp_path, capsys, coevolution):
         flags = ["--resume", tmp_path / "m.pt", "--device", "cpu", "-o", tmp_path / "out", "--eval-seqs", 5]
         assert run("--contacts", alignment, *flags) == 0
         out, found = capsys.readouterr().out, json.loads((tmp_path / "out" / "x.json").read_text())
-        assert found["trained_on"] is (names == ["x"]) is ("trained on a family of this name" in out)
-        assert found["relative"] == dict(name="x", e_value=None, trained=names == ["x"])
+        assert ("trained on a family of this name" in out) is (names == ["x"])
+        assert found["trained_on"] is found["relative"]["trained"]
+        told = dict(name="x", trained=True) if names == ["x"] else dict(name=None, trained=None)
+        assert found["relative"] == dict(told, e_value=None)
+        assert ("cannot be told" in out) is (names == ["y"])
         extra = 20 if coevolution == "couplings" else 0
         assert (found["rows"], found["rows_used"], found["extra_rows_used"]) == (20, 5, extra)
         if extra:  # depth is that of all rows that the model reads
@@ -180,6 +185,83 @@ def test_dca_is_left_out_for_long_chains_and_says_so(tmp_path, model_file, capsy
     out = capsys.readouterr().out
     assert "left out above 30 residues" in out and "pip install matplotlib" in out
     assert not (tmp_path / "out" / "x.png").exists()
+
+
+def test_several_alignments_are_predicted_by_one_model(tmp_path, model_file, capsys, monkeypatch):
+    """Files and directories; one that is damaged does not stop the others."""
+    (tmp_path / "some").mkdir()
+    for name in ("b.a3m", "a.sto"):
+        an_alignment(tmp_path / "some" / name)
+    (tmp_path / "some" / "b.pdb").write_text("no alignment")
+    (tmp_path / "bad.a3m").write_text(">q\nMKT\n>r\nMK\n")
+    read = []
+    monkeypatch.setattr(prediction, "read_model", lambda *given: read.append(given) or read_model(*given))
+    given = ["--contacts", tmp_path / "bad.a3m", tmp_path / "some", an_alignment(tmp_path / "c.a3m")]
+    flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out"]
+    assert run(*given, *flags) == 1 and len(read) == 1
+    said = capsys.readouterr()
+    assert "bad.a3m: row 1" in said.err and "1 of 4 failed" in said.err.splitlines()[-1]
+    last = json.loads(said.out.splitlines()[-1])
+    assert last["predicted"] == 3 and last["failed"] == [str(tmp_path / "bad.a3m")]
+    lines = [json.loads(line) for line in open(last["summary_file"])]
+    assert [line["name"] for line in lines] == ["bad", "a", "b", "c"] and "row 1" in lines[0]["error"]
+    assert run("--contacts", tmp_path / "c.a3m", *flags[:-1], tmp_path / "alone") == 0
+    alone, among = ((tmp_path / place / "c.rr").read_bytes() for place in ("alone", "out"))
+    assert alone == among
+    assert run("--contacts", tmp_path / "some", *flags[:-1], tmp_path / "good") == 0
+
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    for words, argv in {"would have one name": [tmp_path / "c.a3m", tmp_path / "c.sto"],
+                        "belongs to one alignment": [tmp_path / "some", "--structure", "x.pdb"],
+                        "empty: no alignment": [tmp_path / "empty"]}.items():
+        assert words in refused(capsys, "--contacts", *argv, *flags)
+
+
+def test_an_alignment_from_standard_input(tmp_path, model_file, monkeypatch):
+    with open(an_alignment(tmp_path / "x.a3m")) as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert run("--contacts", "-", "--resume", model_file, "--device", "cpu", "-o", tmp_path / "out") == 0
+    assert np.load(tmp_path / "out" / "stdin.npz")["sequence"] == SEQUENCE
+
+
+@pytest.mark.parametrize("mode", ["--contacts", "--fold"])
+def test_a_directory_that_another_prediction_writes_into_is_refused(mode, tmp_path, model_file, capsys):
+    alignment = an_alignment(tmp_path / "x.a3m")
+    (tmp_path / "out").mkdir()
+    other = os.open(tmp_path / "out", os.O_DIRECTORY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out"]
+    assert "another run is writing" in refused(capsys, mode, alignment, *flags)
+    os.close(other)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_earlier_prediction_is_set_aside_before_the_first_file_is_written(tmp_path, monkeypatch):
+    """Whatever kills a prediction between two files, no file of an earlier one stands beside the new ones;
+    the result, which names the others, comes last."""
+    stem, seen = tmp_path / "x", []
+    for suffix in prediction.SUFFIXES:
+        stem.with_suffix(suffix).write_text("earlier")
+
+    def write(path):
+        seen.append({file.name for file in tmp_path.iterdir() if ".old-" not in file.name})
+        with open(path, "w") as file:
+            file.write("new")
+    prediction.finish(str(stem), dict(name="x"), {".pdb": write, ".html": write}, write)
+    assert seen == [set(), {"x.pdb"}] and len(list(tmp_path.iterdir())) == len(prediction.SUFFIXES) + 3
+
+
+def test_residues_without_rows_are_named(tmp_path, model_file, capsys):
+    rng, rows = np.random.default_rng(0), [SEQUENCE]
+    for row in rng.integers(0, 20, (60, len(SEQUENCE))):
+        rows.append("".join(files.LETTERS[token] for token in row[:20]) + "-" * 8
+                    + "".join(files.LETTERS[token] for token in row[28:]))
+    (tmp_path / "x.a3m").write_text("".join(f">{i}\n{row}\n" for i, row in enumerate(rows)))
+    flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out"]
+    assert run("--contacts", tmp_path / "x.a3m", *flags) == 0
+    result = json.loads((tmp_path / "out" / "x.json").read_text())
+    assert result["low_confidence"] == [*range(21, 29)] and "residues 21-28" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("coevolution", ["none", "couplings"])
@@ -209,17 +291,17 @@ def test_short_chains(tmp_path, model_file, capsys, sequence):
 
 
 def test_checkpoints_of_any_switches_serve_and_nothing_is_dropped(tmp_path):
-    maps = []
+    maps, alignment = [], an_alignment(tmp_path / "x.a3m")
     for number, fusion in enumerate(({}, dict(enable_projection_fusion=True, enable_flash_attention=False))):
         settings = tof.PROGRAM.settings(**SIZES, **fusion, num_seqs=6, seq_len=16, batch_size=2, dropout=0.5)
         trainer = tof.Trainer(tof.PROGRAM, settings, CPU)
         trainer.step(tof.PROGRAM.data(settings).batch(0))
         torch.save(snapshot(trainer), tmp_path / f"{number}.pt")
         saved = read_model(tmp_path / f"{number}.pt", tof.PROGRAM)
-        batch = dict(msa_tokens=torch.arange(60).reshape(1, 5, 12) % 20)
-        found = prediction.run_model(tof.PROGRAM, saved.weights, saved.config, batch, CPU, None)
-        maps.append(found["contact_probability"].numpy())
-        assert saved.card == dict(step=0, trained_on=[], chosen_by=[])
+        flags = ["--resume", tmp_path / f"{number}.pt", "--device", "cpu", "-o", tmp_path / str(number)]
+        assert run("--contacts", alignment, *flags) == 0
+        maps.append(np.load(tmp_path / str(number) / "x.npz")["probability"])
+        assert saved.card == dict(step=0, trained_on=[], sequences={}, chosen_by=[])
     assert maps[0] == pytest.approx(maps[1], abs=1e-4) and maps[0].std() > 0
 
 
@@ -243,7 +325,7 @@ def test_what_cannot_be_used_is_one_line(tmp_path, model_file, capsys, monkeypat
             "must come together with --msa or --contacts": ["--structure", "x"]}.items():
         assert words in refused(capsys, *argv)
     monkeypatch.setattr(prediction, "free_memory", lambda device: 1000)
-    assert "lower --eval-seqs" in refused(capsys, "--contacts", alignment, *usual, "-o", "o")
+    assert "GB are free" in refused(capsys, "--contacts", alignment, *usual, "-o", "o")
     assert not (tmp_path / "contacts").exists() and not list((tmp_path / "o").iterdir())
 
 
@@ -291,14 +373,18 @@ def test_evaluation_hands_sdpa_a_bias_that_it_need_not_copy(monkeypatch):
 # --- Memory beforehand, rows that DCA sees ------------------------------------------------------
 
 def test_memory_that_a_cpu_keeps_counts(monkeypatch):
-    config, gigabytes = SimpleNamespace(seq_len=100, num_seqs=64), 10 * 2 ** 30
-    monkeypatch.setattr(prediction, "needs", lambda config, dtype: gigabytes)
+    config, gigabytes = tof.TinyOpenFoldConfig(seq_len=100, num_seqs=64), 10 * 2 ** 30
+    monkeypatch.setattr(prediction, "needs", lambda config, dtype: gigabytes * config.num_seqs / 64)
     free = prediction.CPU_HOLES * gigabytes
     assert prediction.CPU_HOLES > 1
     for device, there, enough in (("cpu", free, True), ("cpu", free - 1, False), ("cuda", gigabytes, True)):
         monkeypatch.setattr(prediction, "free_memory", lambda device, there=there: there)
         with contextlib.nullcontext() if enough else pytest.raises(UserError, match="lower --eval-seqs"):
             prediction.forewarn(config, torch.device(device), None)
+    monkeypatch.setattr(prediction, "free_memory", lambda device: gigabytes / 65)
+    with pytest.raises(UserError) as refusal:  # fewer rows would not help
+        prediction.forewarn(tof.TinyOpenFoldConfig(seq_len=100, num_seqs=1), torch.device("cuda"), None)
+    assert "--eval-seqs" not in str(refusal.value)
 
 
 def test_contacts_in_the_format_of_casp(tmp_path):
@@ -306,7 +392,7 @@ def test_contacts_in_the_format_of_casp(tmp_path):
     found = SimpleNamespace(protein=protein, best=lambda: [(2, 9, 0.5, 7.0), (1, 61, 0.25, 9.0)])
     prediction.write_rr(tmp_path / "x.rr", found, dict(rows_used=3, extra_rows_used=9))
     assert (tmp_path / "x.rr").read_text().splitlines() == [
-        "PFRMAT RR", "TARGET a_b?", "AUTHOR TinyOpenFold",
+        "PFRMAT RR", "TARGET a_b\u0394", "AUTHOR TinyOpenFold",
         "METHOD Evoformer, 3 rows of the alignment, couplings of 9", "MODEL 1", "A" * 50, "A" * 10 + "C",
         "2 9 0 8 0.50000", "1 61 0 8 0.25000", "END"]
 

@@ -22,6 +22,7 @@ from tiny_openfold.proteins.relatives import (
     Depth,
     blosum62,
     fitted,
+    learned_from,
     local_scores,
     nearest,
     profile,
@@ -59,16 +60,25 @@ def test_depth_by_hand():
     """Three rows alike count as one, a fourth is another; of 10 columns one is filled by the query alone."""
     msa = np.stack([tokens("ACDEFGHIKL"), tokens("ACDEFGHIK-"), tokens("ACDEFGHIK-"), tokens("WWWWWYYYY-")])
     depth = Depth.of(np.concatenate([msa, np.repeat(msa[3:], 16, axis=0)]))
-    assert depth == Depth(20, pytest.approx(2), pytest.approx(181 / 200), 1, 10)
-    assert "2.0 effective rows of 20" in str(depth) and "1 of 10 columns" in str(depth)
+    assert depth == Depth(20, pytest.approx(2), pytest.approx(181 / 200), tuple(range(10)), 10)
+    assert "2.0 effective rows of 20" in str(depth)
     assert depth.effective == pytest.approx(sequence_weights(msa).sum()) and GAP in msa
+
+
+def test_columns_that_few_rows_fill_are_thin():
+    """40 rows, all different, fill the first three columns, 29 of them the fourth, the query the fifth."""
+    msa = np.random.default_rng(0).integers(0, 20, (40, 50)).astype(np.uint8)
+    msa[29:, 3] = GAP
+    msa[1:, 4] = GAP
+    depth = Depth.of(msa)
+    assert depth.effective == 40 and depth.thin == (3, 4) and "2 of 50 columns" in str(depth)
 
 
 @pytest.mark.parametrize("effective, residues, words", [
     (100, 40, []), (250.5, 409, []), (99.9, 100, ["100 effective rows"]), (200, 410, ["410 residues"]),
     (12, 12, ["12 effective rows", "12 residues"])])
 def test_what_was_not_tested_is_named(effective, residues, words):
-    untested = Depth(300, effective, 1.0, 0, residues).untested
+    untested = Depth(300, effective, 1.0, (), residues).untested
     assert bool(untested) is bool(words) and all(word in untested for word in words)
 
 
@@ -82,6 +92,43 @@ def test_a_relative_is_found_by_its_sequence_whatever_its_name():
     stranger = relative(rng.permutation(homologue)[None], "ubiquitin", card)  # the name says nothing
     assert not stranger["trained"] and stranger["e_value"] > 1e-3
     assert nearest(tokens(MYOGLOBIN[10:60])[None], card["sequences"])[0] == "a"
+
+
+def test_families_without_sequences_leave_it_open_whether_there_is_a_relative():
+    query, known = tokens(UBIQUITIN)[None], dict(ubiquitin=[UBIQUITIN])
+    for card, expected in (({}, (None, False)), (dict(trained_on=["q"]), ("q", True)),
+                           (dict(trained_on=["z"]), (None, None)),
+                           (dict(trained_on=["z", "ubiquitin"], sequences=known), ("ubiquitin", True)),
+                           (dict(trained_on=["z", "m"], sequences=dict(m=[MYOGLOBIN])), ("m", None)),
+                           (dict(trained_on=["m"], sequences=dict(m=[MYOGLOBIN])), ("m", False))):
+        found = relative(query, "q", card)
+        assert (found["name"], found["trained"]) == expected, card
+
+
+def test_a_family_is_known_by_its_query_and_its_consensus():
+    family = files.Protein("f", np.stack([tokens("ACDX"), tokens("GCD-"), tokens("GCE-")]), None)
+    assert learned_from([family]) == dict(f=["ACDX", "GCDX"])
+
+
+def test_a_tuned_model_knows_the_relatives_of_both_trainings(setup, tmp_path, capsys, monkeypatch):
+    """Those that its first model was trained on, and its own under any file name; so does a resumed run."""
+    pytest.importorskip("gemmi")
+    from tests.proteins.structures import model as pdb_lines
+    from tests.proteins.structures import write_model
+    monkeypatch.setattr(prediction, "find_spec", lambda name: None)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own.a3m").write_text(f">q\n{MYOGLOBIN}\n")
+    write_model(tmp_path / "mine" / "own.pdb", *pdb_lines(MYOGLOBIN))
+    sizes = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    usual = [*sizes, "--data", "mine", "--seq-len", "16", "--num-seqs", "1", "--batch-size", "1",
+             "--warmup-steps", "0", "--device", "cpu", "--save-checkpoint", "tuned.pt"]
+    assert tof.main([*usual, "--num-steps", "1", "--init-from", "m.pt"]) == 0
+    assert tof.main([*usual, "--num-steps", "2", "--resume", "tuned.pt"]) == 0
+    (tmp_path / "y.a3m").write_text(f">other\n{MYOGLOBIN}\n")
+    for path, name in (("x.a3m", "z"), ("y.a3m", "own")):
+        capsys.readouterr()
+        assert tof.main(["--contacts", path, "--resume", "tuned.pt", "--device", "cpu"]) == 0
+        assert f"trained on a relative, {name} (E-value" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("sequences", [["a"], dict(a=1), dict(a="AC"), dict(a=["ac"]), dict(a=[""]),

@@ -57,8 +57,8 @@ def test_wrong_use_is_one_line_that_names_the_flag(words, said, capsys):
 
 @pytest.mark.parametrize("words, mode, given", [
     ("", None, {}), ("--num-steps 3 --check-flags", None, dict(num_steps=3, check_flags=True)),
-    ("--retune", "--retune", {}), ("--fold x -o y --seed 3", "--fold", dict(fold="x", output="y", seed=3)),
-    ("--contacts x --query q", "--contacts", dict(contacts="x", query="q"))])
+    ("--retune", "--retune", {}), ("--fold x -o y --seed 3", "--fold", dict(fold=["x"], output="y", seed=3)),
+    ("--contacts x --query q", "--contacts", dict(contacts=["x"], query="q"))])
 def test_modes_and_what_they_take(words, mode, given):
     arguments, settings, found = parse(PARSER, tof.PROGRAM, words.split())
     assert found == mode and vars(arguments).items() >= given.items()

@@ -1,5 +1,7 @@
 """Model files, and --init-from: what a new run begins with."""
 import dataclasses
+import io
+import zipfile
 
 import pytest
 import torch
@@ -77,6 +79,21 @@ def test_a_model_file_that_cannot_be_used_is_named(model_file, change):
     with pytest.raises(UserError, match=f"^model {model_file}: damaged, or of another version") as caught:
         models.read_model(model_file, tof.PROGRAM)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_asks_for_far_more_memory_than_it_has_bytes_is_refused(model_file):
+    """By a view of one number, or packed."""
+    saved, plain = torch.load(model_file, weights_only=True), model_file.read_bytes()
+    saved["model"][BIAS] = torch.zeros(1).expand(10 ** 9)
+    torch.save(saved, model_file)
+    with pytest.raises(UserError, match="damaged"):
+        models.read_model(model_file, tof.PROGRAM)
+    with zipfile.ZipFile(io.BytesIO(plain)) as given, zipfile.ZipFile(model_file, "w") as packed:
+        for entry in given.infolist():
+            packed.writestr(entry.filename, given.read(entry), zipfile.ZIP_DEFLATED)
+        packed.writestr("more", bytes(10 ** 6), zipfile.ZIP_DEFLATED)
+    with pytest.raises(UserError, match="damaged"):
+        models.read_model(model_file, tof.PROGRAM)
 
 
 def test_foreign_files_and_weights_are_refused(model_file, tmp_path):

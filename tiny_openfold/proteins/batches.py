@@ -24,6 +24,7 @@ from tiny_openfold.proteins.natural import GraphedWorld, natural_alignments
 from tiny_openfold.proteins.orientation_heads import bins_of
 from tiny_openfold.proteins.orientations import BINS, UNKNOWN
 from tiny_openfold.proteins.real_folds import RealFolds
+from tiny_openfold.proteins.relatives import learned_from
 from tiny_openfold.proteins.synthetic import synthetic_proteins
 
 MOST_EXTRA = 4096  # rows of extra_msa in an evaluation
@@ -239,6 +240,7 @@ class RealProteins(Proteins):
         self.unseen = [family for family in families if family.name in self.held_out]
         self.names = [family.name for family in self.families]
         self.choosing = {family.name for family in self.validation}
+        self.sequences = learned_from(self.families)
 
     def describe(self):
         names = ", ".join(map(printable, self.left_out))

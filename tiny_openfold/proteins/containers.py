@@ -5,6 +5,7 @@ about it, before a parser that expects something else can take it for what it is
 """
 import importlib
 import re
+import sys
 
 from fusion_lab.training.files import MISSING, UserError, require_file
 
@@ -43,11 +44,13 @@ KINDS = [(re.compile(pattern), what, remedy) for pattern, what, remedy in (
 
 
 def read(path, wanted):
-    """Content of a file, unpacked if it is packed, with \\n line ends and no BOM. wanted: ALIGNMENT or
-    STRUCTURE. Raises UserError where the file cannot be read or is known to be something else."""
+    """Content of a file, "-" for standard input, unpacked if it is packed, with \\n line ends and no BOM.
+    wanted: ALIGNMENT or STRUCTURE. Raises UserError where the file cannot be read or is known to be something
+    else."""
     try:
-        require_file(path)
-        with open(path, "rb") as file:
+        if path != "-":
+            require_file(path)
+        with sys.stdin.buffer if path == "-" else open(path, "rb") as file:
             data = file.read()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None

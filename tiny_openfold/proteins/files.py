@@ -462,6 +462,16 @@ ALIGNMENT_SUFFIXES = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".fasta", ".
 STRUCTURE_SUFFIXES = (".cif", ".mmcif", ".pdb", ".ent")
 
 
+def alignments_in(directory):
+    """Paths of the alignments in a directory, by their names, sorted. Raises UserError where there are
+    none."""
+    paths = [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if name[0] != "."]
+    found = [path for path in paths if split_suffix(path)[1] in ALIGNMENT_SUFFIXES and os.path.isfile(path)]
+    if not found:
+        raise UserError(f"{directory}: no alignment in it is called NAME{' or '.join(ALIGNMENT_SUFFIXES)}")
+    return found
+
+
 def load_families(directory, left_out=None):
     """Directory -> list of Protein sorted by name: each alignment NAME.a3m, .sto or .fasta and the structure
     NAME.cif or NAME.pdb beside it, gzipped or not. Other files are ignored. A file without its partner is an

@@ -4,45 +4,51 @@ from functools import partial
 
 import torch
 
+from fusion_lab.training.files import FAILED, UserError
 from tiny_openfold.proteins import confidence, fold_energy, fold_pictures, folding, structure_files
 from tiny_openfold.proteins.geometry import CA
 from tiny_openfold.proteins.orientations import BINS
-from tiny_openfold.proteins.prediction import finish, predict
+from tiny_openfold.proteins.prediction import predict
 from tiny_openfold.proteins.structure_metrics import compared
 
 SHOWN = dict(tm_score="TM-score", lddt_ca="lDDT-CA", rmsd="RMSD")
 
 
 def fold(centres, program, settings):
-    """The mode --fold: predict, fold, say what is found, write the files; returns the exit code. centres: of
-    the distogram's bins, Å. Raises UserError."""
+    """The mode --fold; returns the exit code. centres: of the distogram's bins, Å. Raises UserError."""
+    return predict(program, settings, "fold", partial(found_fold, centres, settings.training.seed))
+
+
+def found_fold(centres, seed, found, result):
+    """Fold a Prediction and say what is found; how predict() writes it down."""
     started = time.monotonic()
-    found, result = predict(program, settings, "--fold", settings.training.fold)
-    predicted = time.monotonic()
     print(f"Folding {found.protein.length} residues on the CPU", flush=True)
     *line, calibrated_on = confidence.line_of(result["card"])
-    made, plddt = structure(found, centres, settings.training.seed, line)
+    made, plddt = structure(found, centres, seed, line, [n - 1 for n in result["low_confidence"]])
     atoms = made.atoms.numpy()
     result |= dict(plddt=float(plddt.mean()), plddt_by_residue=plddt.round(2).tolist(),
                    plddt_calibrated_on=calibrated_on, entropy_bits=confidence.entropy(
                        found.output["distogram_logits"].softmax(-1)), **quality(made, found.protein.sequence),
-                   seconds=dict(model=predicted - started, folding=time.monotonic() - predicted))
+                   seconds=dict(model=found.seconds, folding=time.monotonic() - started))
     print_fold(result)
     if found.coords[1].any():
         result["scores"] = compared(atoms[:, CA], found.protein.backbone[:, CA])
         print_scores(result["scores"], found)
-    return finish(settings, found.stem, result, writers(found, atoms, plddt, result), partial(
-        fold_pictures.write_picture, m=found.table(), atoms=atoms, plddt=plddt))
+    return writers(found, atoms, plddt, result), partial(fold_pictures.write_picture, m=found.table(),
+                                                         atoms=atoms, plddt=plddt)
 
 
-def structure(found, centres, seed, line=(0.0, 1.0)):
-    """(folding.Fold, pLDDT (L,) numpy) of a prediction.Prediction."""
+def structure(found, centres, seed, line=(0.0, 1.0), thin=()):
+    """(folding.Fold, pLDDT (L,) numpy) of a prediction.Prediction; thin: residues for which there are next to
+    no rows. Raises UserError where the fold is not finite."""
     centres, logits = torch.as_tensor(centres, dtype=torch.float32), found.output["distogram_logits"]
     orientations = {name: found.output[name] for name in BINS if name in found.output}
     made = folding.folded(logits, centres, found.protein.sequence, seed, orientations or None)
+    if not made.atoms.isfinite().all():
+        raise UserError("the fold is not finite: nothing is written", code=FAILED)
     anchors = fold_energy.anchor(made.atoms[None], found.protein.sequence)[0]
     expected = confidence.expected_lddt(logits.softmax(-1), centres, anchors)
-    return made, confidence.plddt(expected, *line).numpy()
+    return made, confidence.plddt(expected, *line, thin).numpy()
 
 
 def quality(made, sequence):

@@ -55,11 +55,12 @@ class TrainingConfig(Drawn):
                                          "fewer are refused", low=0.0, at_most=1.0)
     plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG, and the numbers "
                                       "as TSV)", type=str, training_only=True, metavar="DIR")
-    contacts: str = option(None, "predict contacts and distances of an alignment, by the model of this "
-                           "project or that of --resume (docs/contacts.md)", type=str, metavar="ALIGNMENT",
-                           mode=OF_PREDICTIONS)
-    fold: str = option(None, "predict the structure of an alignment's first protein, by the same models "
-                       "(docs/folding.md)", type=str, metavar="ALIGNMENT", mode=OF_PREDICTIONS)
+    contacts: list = option(None, "predict contacts and distances of alignments (files, directories of them, "
+                            "- for standard input), by the model of this project or that of --resume "
+                            "(docs/contacts.md)", type=str, metavar="ALIGNMENT", mode=OF_PREDICTIONS,
+                            several=True)
+    fold: list = option(None, "predict the structure of each alignment's first protein, by the same models "
+                        "(docs/folding.md)", type=str, metavar="ALIGNMENT", mode=OF_PREDICTIONS, several=True)
     output: str = option(None, "directory for the files of --contacts and --fold; default: contacts or fold",
                          type=str, short="-o", metavar="DIR")
 

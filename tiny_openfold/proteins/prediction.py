@@ -1,6 +1,11 @@
-"""Contacts and distances of an alignment by a trained model: the mode --contacts (docs/contacts.md)."""
+"""What a trained model predicts of alignments: the mode --contacts, and what --fold shares with it
+(docs/contacts.md)."""
+import json
 import os
+import shlex
 import sys
+import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -15,6 +20,7 @@ from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted, printable
 from fusion_lab.training.machine import choose_device, free_memory, process_settings
 from fusion_lab.training.models import read_model
+from fusion_lab.training.options import flag
 from fusion_lab.training.program import ROOT
 from fusion_lab.training.reporting import print_result
 from tiny_openfold.proteins import files, maps
@@ -30,6 +36,7 @@ from tiny_openfold.proteins.contacts import (
     ranked_pairs,
 )
 from tiny_openfold.proteins.coordinates import require_coordinates
+from tiny_openfold.proteins.options import OF_PREDICTIONS
 from tiny_openfold.proteins.orientations import BINS
 from tiny_openfold.proteins.relatives import Depth, relative, require_protein
 from tiny_openfold.proteins.yardsticks import some_rows
@@ -43,16 +50,17 @@ SHOWN = 10                # pairs on the screen
 CPU_HOLES = 1.7           # memory taken on a CPU for each byte of tensors: what is freed is kept, in pieces
 GIGABYTE = 2 ** 30
 OUTPUTS = ("contact_probability", "distances", "distogram_logits", *BINS)  # of the model, if it has them
-SUFFIXES = (".rr", ".tsv", ".npz", ".pdb", ".html", ".png", ".json")  # of the files of all modes
+SUFFIXES = (".json", ".rr", ".tsv", ".npz", ".pdb", ".html", ".png")  # of the files of all modes
 HEADLINE = ("mode", "name", "effective_rows", "plddt", "precision", "scores", "files")
+STDIN = "-"               # as the path of an alignment
 
 
 @dataclass
 class Prediction:
     """What is known of one protein after the model has run; L residues, tensors on the CPU."""
     protein: files.Protein  # its coordinates are NaN where there is no structure
-    stem: str               # path of its files without a suffix
     output: dict            # {name of OUTPUTS: tensor (L, L) or (L, L, bins)}
+    seconds: float          # that the model took
 
     @property
     def probability(self):
@@ -77,47 +85,146 @@ class Prediction:
 
 
 def contacts(program, settings):
-    """The mode --contacts: predict, say what is found, write the files; returns the exit code. Raises
-    UserError."""
-    found, result = predict(program, settings, "--contacts", settings.training.contacts)
-    print_best(found)
+    """The mode --contacts; returns the exit code. Raises UserError."""
+    return predict(program, settings, "contacts", found_contacts)
+
+
+def found_contacts(found, result):
+    """Say which contacts a Prediction has; how predict() writes them down."""
+    print_best(found, {*result["low_confidence"]})
     if found.coords[1].any():
         result["precision"] = precisions(found)
         print_precisions(found, result["precision"])
     table = found.table()
-    writers = {".npz": partial(write_arrays, found=found), ".tsv": partial(maps.write_table, m=table),
-               ".rr": partial(write_rr, found=found, result=result)}
-    return finish(settings, found.stem, result, writers, partial(maps.write_picture, m=table))
+    return ({".npz": partial(write_arrays, found=found), ".tsv": partial(maps.write_table, m=table),
+             ".rr": partial(write_rr, found=found, result=result)}, partial(maps.write_picture, m=table))
 
 
-def predict(program, settings, mode, alignment):
-    """(Prediction, what its JSON says so far) for a mode and the alignment that it was given. Raises
+# --- One alignment, or many ---------------------------------------------------------------------------------
+
+
+def predict(program, settings, mode, work):
+    """Predict what a mode is about for the alignments that it was given, and write the files of each; returns
+    the exit code. work(Prediction, result) says what is found, adds it to the result, which becomes the JSON,
+    and returns ({suffix: write(path)}, draw(path)). Of several alignments one that fails does not stop the
+    others. Raises UserError."""
+    training = settings.training
+    paths = alignments(getattr(training, mode), training.structure)
+    if len(paths) == 1:
+        protein = read_protein(training, paths[0])  # what is wrong with it is told before a model is read
+        headline, path = Predictor(program, settings, mode).write(protein, paths[0], work)
+        print_result(headline, path, settings)
+        return outputs.OK
+    predictor = Predictor(program, settings, mode)
+    told, started = {}, time.monotonic()
+
+    def one(path):
+        print(f"\n[{len(told) + 1} of {len(paths)}] {printable(path)}")
+        told[path], _ = predictor.write(read_protein(training, path), path, work)
+        return outputs.OK
+
+    for number, path in enumerate(paths, 1):
+        code, lines = outputs.ending(one, path)
+        if code > 128:  # interrupted, or nobody reads any more
+            return code
+        if code:
+            told[path] = dict(mode=mode, name=files.split_suffix(path)[0], error=" ".join(lines))
+            outputs.say_why(program.name, lines)
+        seconds, good = time.monotonic() - started, sum("error" not in headline for headline in told.values())
+        left = seconds / good * (len(paths) - number) if good else None
+        print(f"{number} of {len(paths)} took {seconds:.0f} s" + (f"; the rest may take {left:.0f} s" if left
+                                                                  else ""), flush=True)
+    return conclude(predictor, settings, told)
+
+
+def conclude(predictor, settings, told):
+    """Write and say what came of several alignments, {path: headline}; returns the exit code."""
+    failed = [path for path, headline in told.items() if "error" in headline]
+    path = os.path.join(predictor.directory, f"{predictor.mode}.jsonl")
+    outputs.set_aside(path)
+    outputs.write_text(path, "".join(f"{json.dumps(headline)}\n" for headline in told.values()))
+    print(f"Written: {printable(path)}, a line for each alignment")
+    if failed:
+        print(f"{len(failed)} of {len(told)} failed: {', '.join(map(printable, failed))}", file=sys.stderr)
+    print_result(dict(mode=predictor.mode, predicted=len(told) - len(failed), failed=failed), path, settings)
+    return outputs.FAILED if failed else outputs.OK
+
+
+def alignments(given, structure=None):
+    """Paths of the alignments that were given: files, all in a directory, standard input. Raises
     UserError."""
-    training, mode = settings.training, mode[2:]
-    device = choose_device(training.device)
-    process_settings(settings, device)
-    if training.resume is None and not os.path.exists(MODEL):
-        raise UserError(f"--{mode}: there is no {MODEL}; name a model file or a checkpoint by --resume")
-    protein, path = read_protein(training, alignment), training.resume or MODEL
-    saved = read_model(path, program)
-    directory = training.output or mode
-    outputs.claim(directory, resumed=True)  # beside other predictions
-    batch = model_input(protein, saved.config, training.eval_seqs or ROWS, training.seed)
-    rows, dtype = batch["msa_tokens"].shape[1], amp_dtype(training, device)
-    print(f"{mode.capitalize()} of {printable(protein.name)}: {protein.length} residues, {rows} of "
-          f"{counted(len(protein.msa), 'row')}, by {printable(path)} "
-          f"({sum(w.numel() for w in saved.weights.values()):,} parameters)")
-    config = replace(saved.config, num_seqs=rows, seq_len=protein.length)
-    forewarn(config, device, dtype)
-    depth, kin = judge(protein, batch, saved.card)
-    output = run_model(program, saved.weights, config, batch, device, dtype)
-    result = dict(
-        mode=mode, name=protein.name, residues=protein.length, rows=len(protein.msa), rows_used=rows,
-        extra_rows_used=batch["extra_msa"].shape[1] if "extra_msa" in batch else 0,
-        effective_rows=depth.effective, coverage=depth.coverage, untested=depth.untested,
-        trained_on=kin["trained"], relative=kin, model=path, model_config=asdict(config),
-        card={key: value for key, value in saved.card.items() if key != "sequences"})
-    return Prediction(protein, os.path.join(directory, protein.name), output), result
+    paths = [path for one in given for path in (files.alignments_in(one) if os.path.isdir(one) else [one])]
+    if structure is not None and len(paths) > 1:
+        raise UserError(f"--structure {structure}: belongs to one alignment, here are {len(paths)}")
+    names = Counter(files.split_suffix(path)[0] for path in paths)
+    if twice := [path for path in paths if names[files.split_suffix(path)[0]] > 1]:
+        raise UserError(f"{' and '.join(twice[:2])}: their results would have one name; rename one of them")
+    return paths
+
+
+def read_protein(training, alignment):
+    """The files.Protein of an alignment and what other flags name. Raises UserError."""
+    if training.structure is None:
+        protein = files.load_alignment(alignment, training.query)
+        require_protein(protein.msa[0], alignment)
+    else:
+        path, chain = files.split_structure_argument(training.structure)
+        protein = files.load_protein(alignment, path, chain, training.query)
+        require_coordinates([protein], training.min_coordinates)
+    return replace(protein, name="stdin") if alignment == STDIN else protein
+
+
+class Predictor:
+    """A trained model, and the directory that its predictions go into, which it holds."""
+
+    def __init__(self, program, settings, mode):
+        """Raises UserError."""
+        self.program, self.settings, self.mode = program, settings, mode
+        training = settings.training
+        self.device, self.path = choose_device(training.device), training.resume or MODEL
+        process_settings(settings, self.device)
+        if training.resume is None and not os.path.exists(MODEL):
+            raise UserError(f"--{mode}: there is no {MODEL}; name a model file or a checkpoint by --resume")
+        saved = read_model(self.path, program)
+        self.config, self.card, self.dtype = saved.config, saved.card, amp_dtype(training, self.device)
+        self.directory = training.output or mode
+        outputs.claim(self.directory, resumed=True)  # beside other predictions
+        self.model = program.model(self.config, program.fusion_config())
+        self.model.load_state_dict(saved.weights)
+        self.model.to(self.device).eval()
+
+    def write(self, protein, path, work):
+        """Predict for one protein and write its files; returns (the headline of its result, the path of the
+        whole result). Raises UserError."""
+        training = self.settings.training
+        batch = model_input(protein, self.config, training.eval_seqs or ROWS, training.seed)
+        rows = batch["msa_tokens"].shape[1]
+        print(f"{self.mode.capitalize()} of {printable(protein.name)}: {protein.length} residues, {rows} of "
+              f"{counted(len(protein.msa), 'row')}, by {printable(self.path)} "
+              f"({sum(w.numel() for w in self.model.parameters()):,} parameters)")
+        config = replace(self.config, num_seqs=rows, seq_len=protein.length)
+        forewarn(config, self.device, self.dtype)
+        depth, kin = judge(protein, batch, self.card)
+        started = time.monotonic()
+        output = run_model(self.model, batch, self.device, self.dtype)
+        seconds = time.monotonic() - started
+        result = dict(
+            mode=self.mode, name=protein.name, residues=protein.length, rows=len(protein.msa), rows_used=rows,
+            extra_rows_used=batch["extra_msa"].shape[1] if "extra_msa" in batch else 0,
+            effective_rows=depth.effective, coverage=depth.coverage, untested=depth.untested,
+            low_confidence=[residue + 1 for residue in depth.thin], trained_on=kin["trained"], relative=kin,
+            model=self.path, command=self.command(path), model_config=asdict(config),
+            card={key: value for key, value in self.card.items() if key != "sequences"})
+        stem = os.path.join(self.directory, protein.name)
+        return finish(stem, result, *work(Prediction(protein, output, seconds), result))
+
+    def command(self, path):
+        """What to type to get the prediction for one alignment again."""
+        words, plain = ["python", self.program.name, f"--{self.mode}", path], self.program.settings()
+        for name in OF_PREDICTIONS:
+            if (value := self.settings.get(name)) != plain.get(name):
+                words += [flag(name)] if value is True else [flag(name), str(value)]
+        return shlex.join(words)
 
 
 def judge(protein, batch, card):
@@ -125,6 +232,8 @@ def judge(protein, batch, card):
     UserError."""
     depth = Depth.of(batch["extra_msa" if "extra_msa" in batch else "msa_tokens"][0].numpy())
     print(f"Alignment: {depth}")
+    if depth.thin and len(depth.thin) < depth.residues:
+        print(f"Low confidence, for want of rows, at residues {stretches(depth.thin)}")
     if depth.untested:
         print(f"warning: {depth.untested}: the map may be wrong throughout, however high its probabilities",
               file=sys.stderr)
@@ -133,19 +242,18 @@ def judge(protein, batch, card):
         which = ("a family of this name" if kin["e_value"] is None else
                  f"a relative, {printable(kin['name'])} (E-value {kin['e_value']:.0e})")
         print(f"The model was trained on {which}: how good it is here says nothing of other families")
+    elif kin["trained"] is None:
+        print("Whether the model was trained on a relative cannot be told: its file names families without "
+              "their sequences")
     return depth, kin
 
 
-def read_protein(training, alignment):
-    """The files.Protein of an alignment and what other flags name. Raises UserError."""
-    if training.structure is None:
-        protein = files.load_alignment(alignment, training.query)
-        require_protein(protein.msa[0], alignment)
-        return protein
-    path, chain = files.split_structure_argument(training.structure)
-    protein = files.load_protein(alignment, path, chain, training.query)
-    require_coordinates([protein], training.min_coordinates)
-    return protein
+def stretches(residues):
+    """(0, 1, 2, 7) -> "1-3, 8": positions from 0 as people count them."""
+    flags = np.zeros(max(residues) + 1, bool)
+    flags[list(residues)] = True
+    return ", ".join(f"{first + 1}-{last + 1}" if last > first else f"{first + 1}"
+                     for first, last in maps.runs(flags))
 
 
 def model_input(protein, config, rows, seed):
@@ -161,10 +269,15 @@ def model_input(protein, config, rows, seed):
 
 def forewarn(config, device, dtype):
     """Say what memory the forward pass takes. Raises UserError if that is not there."""
-    memory, free = needs(config, dtype) * (CPU_HOLES if device.type == "cpu" else 1), free_memory(device)
+    def taken(rows):
+        return needs(replace(config, num_seqs=rows), dtype) * (CPU_HOLES if device.type == "cpu" else 1)
+
+    memory, free = taken(config.num_seqs), free_memory(device)
     if free is not None and memory > free:
-        raise UserError(f"{config.seq_len} residues and {config.num_seqs} rows need {memory / GIGABYTE:.1f} "
-                        f"GB, {free / GIGABYTE:.1f} GB are free on {device}: lower --eval-seqs")
+        way_out = "lower --eval-seqs" if taken(1) <= free else "predict parts of the chain, such as domains"
+        raise UserError(f"{config.seq_len} residues and {counted(config.num_seqs, 'row')} need "
+                        f"{memory / GIGABYTE:.1f} GB, {free / GIGABYTE:.1f} GB are free on {device}: "
+                        f"{way_out}")
     print(f"It takes about {memory / GIGABYTE:.1f} GB on {device}", flush=True)
 
 
@@ -180,12 +293,9 @@ def needs(config, dtype):
 
 
 @torch.no_grad()
-def run_model(program, weights, config, batch, device, dtype):
+def run_model(model, batch, device, dtype):
     """{name of OUTPUTS: (L, L) or (L, L, bins)}, float32 on the CPU. Raises UserError where they are not
     finite."""
-    model = program.model(config, program.fusion_config())
-    model.load_state_dict(weights)
-    model = model.to(device).eval()
     with torch.autocast(device.type, dtype, dtype is not None):
         output = model(**to_device(batch, device))
     found = {name: output[name][0].float().cpu() for name in OUTPUTS if name in output}
@@ -198,9 +308,10 @@ def run_model(program, weights, config, batch, device, dtype):
 # --- Files ----------------------------------------------------------------------------------------------
 
 
-def finish(settings, stem, result, writers, draw):
+def finish(stem, result, writers, draw):
     """Write the files of a prediction: {suffix: write(path)}, the picture by draw(path), and last its result,
-    which names them; returns the exit code. What an earlier one left under this name is set aside first."""
+    which names them; returns its headline and its path. What an earlier one left under this name is set aside
+    first, its result before the others."""
     for suffix in SUFFIXES:
         outputs.set_aside(stem + suffix)
     for suffix, write in writers.items():
@@ -215,8 +326,7 @@ def finish(settings, stem, result, writers, draw):
     result = outputs.finite(result)
     outputs.write_json(f"{stem}.json", result)
     print(f"Written: {', '.join(map(printable, [*result['files'], f'{stem}.json']))}")
-    print_result({key: result[key] for key in HEADLINE if key in result}, f"{stem}.json", settings)
-    return 0
+    return {key: result[key] for key in HEADLINE if key in result}, f"{stem}.json"
 
 
 def write_arrays(path, found):
@@ -229,9 +339,9 @@ def write_arrays(path, found):
 
 def write_rr(path, found, result):
     """CASP's format RR: positions i < j from 1, the bounds of the distance in Å, probability; best first."""
-    name, sequence = found.protein.name.encode("ascii", "replace").decode(), found.protein.sequence
+    name, sequence = "_".join(printable(found.protein.name).split()), found.protein.sequence
     extra = result["extra_rows_used"]
-    lines = ["PFRMAT RR", f"TARGET {'_'.join(printable(name).split()) or 'unknown'}", "AUTHOR TinyOpenFold",
+    lines = ["PFRMAT RR", f"TARGET {name or 'unknown'}", "AUTHOR TinyOpenFold",
              f"METHOD Evoformer, {result['rows_used']} rows of the alignment"
              + (f", couplings of {extra}" if extra else ""), "MODEL 1",
              *(sequence[start:start + 50] for start in range(0, len(sequence), 50)),
@@ -243,8 +353,10 @@ def write_rr(path, found, result):
 # --- What is printed ------------------------------------------------------------------------------------
 
 
-def print_best(found):
+def print_best(found, low_confidence):
+    """low_confidence: set of positions from 1; nothing is said where it is all of them."""
     sequence, numbers, pairs = found.protein.sequence, found.protein.numbers, found.best()
+    low_confidence = low_confidence if len(low_confidence) < len(sequence) else set()
     if not pairs:
         print(f"No two residues are {SEPARATION} apart")
         return
@@ -252,7 +364,8 @@ def print_best(found):
     print("  position   residues        probability  distance")
     for i, j, probability, distance in pairs[:SHOWN]:
         residues = " ".join(f"{sequence[k - 1]}{numbers[k - 1] or '-'}" for k in (i, j))
-        print(f"  {i:4d} {j:4d}  {residues:<15} {probability:11.3f} {distance:7.1f} Å")
+        print(f"  {i:4d} {j:4d}  {residues:<15} {probability:11.3f} {distance:7.1f} Å"
+              + "  low confidence" * (not low_confidence.isdisjoint((i, j))))
 
 
 def precisions(found):

@@ -18,7 +18,7 @@ from tiny_openfold.proteins.yardsticks import sequence_weights, some_rows
 BASES = [AMINO_ACIDS.index(letter) for letter in "ACGT"]  # U is read as C, see files.py
 NUCLEIC, ENOUGH = 0.95, 10  # share of letters that are bases or N; of fewer letters nobody can say
 KNOWN = 0.5                 # share of the query whose amino acids must be known
-THIN = 0.1                  # of the rows; a column that fewer fill says next to nothing
+LEAST_ROWS = 30             # effective ones; a column that fewer fill says next to nothing
 TESTED_ROWS = 100           # effective ones; with fewer the shipped model was not tested (models/README.md)
 TESTED_LENGTHS = (40, 409)  # residues of the chains that it was tested on
 
@@ -59,18 +59,19 @@ class Depth:
     rows: int
     effective: float  # rows, near copies (80% identity) counted once
     coverage: float   # mean share of the query's columns that a row fills
-    thin: int         # columns that less than THIN of the rows fill
+    thin: tuple       # residues, from 0, whose column fewer than LEAST_ROWS effective rows fill
     residues: int
 
     @classmethod
     def of(cls, msa):
         """msa (R, L)"""
-        filled = msa != GAP
-        return cls(len(msa), float(sequence_weights(msa).sum()), float(filled.mean()),
-                   int((filled.mean(axis=0) < THIN).sum()), msa.shape[1])
+        filled, weights = msa != GAP, sequence_weights(msa)
+        return cls(len(msa), float(weights.sum()), float(filled.mean()),
+                   tuple(np.flatnonzero(weights @ filled < LEAST_ROWS).tolist()), msa.shape[1])
 
     def __str__(self):
-        thin = f"; {self.thin} of {self.residues} columns are nearly empty" if self.thin else ""
+        thin = (f"; {len(self.thin)} of {self.residues} columns are nearly empty"
+                if 0 < len(self.thin) < self.residues else "")
         return (f"{self.effective:.1f} effective rows of {self.rows} (at 80% identity), coverage "
                 f"{100 * self.coverage:.0f}%{thin}")
 
@@ -161,16 +162,31 @@ def nearest(msa, sequences, seed=0):
     return names[e_values.argmin()], float(e_values.min())
 
 
+def learned_from(families):
+    """{name: [query, consensus]} of files.Protein: what relative() compares others with. The consensus is
+    found by more remote relatives."""
+    found = {}
+    for family in families:
+        rows = some_rows(family.msa, MOST_ROWS)
+        counts = np.stack([(rows == letter).sum(axis=0) for letter in range(20)])  # (20, S)
+        consensus = np.where(counts.any(axis=0), counts.argmax(axis=0), UNKNOWN)
+        found[family.name] = [family.sequence, "".join(LETTERS[token] for token in consensus)]
+    return found
+
+
 def relative(msa, name, card):
     """What a model's card tells of relatives of an alignment: {name, e_value, trained} of the nearest family
-    there by its sequences (query and consensus), trained if the model learned from it. Without sequences only
-    a family of the same name can be told, with no E-value. Raises UserError."""
-    sequences = card.get("sequences")
-    if not sequences:
-        return dict(name=name, e_value=None, trained=name in (card.get("trained_on") or ()))
+    there by its sequences, trained if the model learned from it. Of families without sequences one of the
+    same name can be told, with no E-value; of the others nothing, so that trained is None. Raises
+    UserError."""
+    sequences, names = card.get("sequences") or {}, card.get("trained_on") or ()
     whole = isinstance(sequences, dict) and all(isinstance(own, list) and own for own in sequences.values())
     if not whole or not all(isinstance(letters, str) and letters and not set(letters) - set(LETTERS)
                             for own in sequences.values() for letters in own):
         raise UserError("the sequences in the model's card are damaged")
-    found, e_value = nearest(msa, sequences)
-    return dict(name=found, e_value=e_value, trained=e_value <= RELATED)
+    found, e_value = nearest(msa, sequences) if sequences else (None, None)
+    if sequences and e_value <= RELATED:
+        return dict(name=found, e_value=e_value, trained=True)
+    if name in set(names) - set(sequences):
+        return dict(name=name, e_value=None, trained=True)
+    return dict(name=found, e_value=e_value, trained=None if set(names) - set(sequences) else False)
