@@ -133,7 +133,7 @@ def family(name="f", rows=3, length=20, unseen=()):
     coords = np.stack([place, 10 * place, 0 * place], 1).astype(np.float32)
     coords[list(unseen)] = np.nan
     return SimpleNamespace(name=name, msa=((np.arange(rows)[:, None] + place) % 20).astype(np.uint8),
-                           coords=coords, length=length)
+                           coords=coords, length=length, sequence="A" * length)
 
 
 def real(families=(), unseen=(), **values):

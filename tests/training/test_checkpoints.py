@@ -70,7 +70,8 @@ def trainer_of(steps=1, average=True, device=CPU, first=True):
         device=device, world=World(first), masters=None, weights=weights,
         updated=[*weights.values()], optimizer=torch.optim.AdamW(model.parameters(), lr=0.5),
         scaler=torch.amp.GradScaler("cpu"),
-        step_number=4, trained_on={"b", "a"}, chosen_by={"d", "c"}, best=dict(score=0.5, step=3, since=1),
+        step_number=4, trained_on={"b", "a"}, sequences=dict(a=["AC"]), chosen_by={"d", "c"},
+        best=dict(score=0.5, step=3, since=1),
         average=SimpleNamespace(weights=[torch.tensor([12.0, 14.0])], steps=7) if average else None,
         published=published, publish=lambda: published.append(model[0].weight.tolist()))
     for _ in range(steps):
@@ -92,6 +93,7 @@ def test_a_snapshot_field_by_field(trainer):
     assert saved.pop("training") == dict(dataclasses.asdict(Training()), ranks=2)
     assert (saved.pop("step"), saved.pop("updates"), saved.pop("averaged_steps")) == (4, 1.0, 7)
     assert saved.pop("trained_on") == ["a", "b"] and saved.pop("chosen_by") == ["c", "d"]
+    assert saved.pop("sequences") == dict(a=["AC"])
     assert saved.pop("gradient_norm") == 0.25
     assert saved.pop("best") == dict(score=0.5, step=3, since=1) and saved.pop("rng").keys() == {"cpu"}
     assert saved.pop("scaler")["scale"] == 2 ** 16
@@ -221,6 +223,7 @@ def test_everything_is_put_in_its_place(trainer, tmp_path):
     torch.save(snapshot(trainer), tmp_path / "c.pt")
     random, second = torch.get_rng_state(), trainer_of(steps=0)
     second.trained_on, second.chosen_by, second.best = set(), set(), dict(score=None, step=None, since=0)
+    second.sequences = {}
     second.gradient_norm = torch.zeros(())
     second.average.weights[0].zero_()
     second.average.steps, second.step_number = 0, 0
@@ -236,14 +239,15 @@ def test_everything_is_put_in_its_place(trainer, tmp_path):
     assert state["step"] == 1 and state["exp_avg"].tolist() == pytest.approx([0.1, 0.1])
     assert second.scaler.state_dict()["scale"] == 2 ** 16 and second.step_number == 4
     assert (second.trained_on, second.chosen_by, second.best) == ({"a", "b"}, {"c", "d"}, BEST)
+    assert second.sequences == dict(a=["AC"])
     assert second.gradient_norm == 0.25
     ((*numbers, seeded),) = second.world.seeds  # after the first rank's random numbers have come back
     assert numbers == [42, 4] and torch.equal(seeded, random)
 
 
 def test_older_checkpoints_lack_some_of_it(trainer, tmp_path):
-    torch.save(whole(trainer, average=None, averaged_steps=None, best=None, chosen_by=None, scaler={},
-                     moments={}, gradient_norm=None), tmp_path / "c.pt")
+    torch.save(whole(trainer, average=None, averaged_steps=None, best=None, chosen_by=None, sequences=None,
+                     scaler={}, moments={}, gradient_norm=None), tmp_path / "c.pt")
     second = trainer_of(steps=0)
     second.best = dict(score=1.0, step=2, since=3)
     restore(second, tmp_path / "c.pt")

@@ -220,7 +220,8 @@ class Predictor:
 
     def command(self, path):
         """What to type to get the prediction for one alignment again."""
-        words, plain = ["python", self.program.name, f"--{self.mode}", path], self.program.settings()
+        name, plain = self.program.name, self.program.settings()
+        words = [*["python"] * name.endswith(".py"), name, f"--{self.mode}", path]
         for name in OF_PREDICTIONS:
             if (value := self.settings.get(name)) != plain.get(name):
                 words += [flag(name)] if value is True else [flag(name), str(value)]
