@@ -1,5 +1,9 @@
 #!/usr/bin/env python3
 """Speed and memory of fusion settings over sizes; see --help. The work: fusion_lab/study/command.py."""
+import os
+import sys
+
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `python -I` leaves out
 from fusion_lab.training import files
 
 files.quiet(__name__)

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """One PyTorch profiler session; see --help. The command line is in fusion_lab/profiler/arguments.py."""
+import os
+import sys
+
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `python -I` leaves out
 from fusion_lab.training import files
 
 files.quiet(__name__)
 
-import os
-import sys
 import time
 
 from fusion_lab.measuring.attribution import ANALYSIS

@@ -15,6 +15,10 @@ Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z 
 H heads, D head width, h hidden width of the outer product mean; attention has R rows of length L. "Alg." is
 an algorithm of the AlphaFold 2 supplement (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2).
 """
+import os
+import sys
+
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `python -I` leaves out
 from fusion_lab.training import files
 
 files.quiet(__name__)  # Ctrl-C is one line, during the imports, too
@@ -97,7 +101,6 @@ KNOWN = dict(
 flags.judge(__name__, **KNOWN)  # before torch is imported, which takes seconds
 
 import contextlib
-import sys
 from functools import cached_property, partial
 
 import numpy as np

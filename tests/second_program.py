@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
 from fusion_lab.training.program import Data, Model, Program
@@ -27,7 +27,6 @@ class MlpSwitches(Switches):
 
 KNOWN = dict(file=__file__, about=__doc__, suffix="mlp", version="mlp", model_config=MlpConfig,
              training_config=TrainingConfig, fusion_config=MlpSwitches, axes=dict(batch_size="B", width="W"))
-
 flags.judge(__name__, **KNOWN)
 
 import torch
@@ -38,17 +37,13 @@ from tiny_openfold_v2 import Trainer, main
 
 
 class Up(nn.Linear):
-    fused = False
-
-    def forward(self, x):
-        return LinearReLU.of(x, self) if self.fused else super().forward(x).relu()
+    def forward(self, x, fused):
+        return LinearReLU.of(x, self) if fused else super().forward(x).relu()
 
 
 class Down(nn.Linear):
-    fused = False
-
-    def forward(self, x, hidden):
-        if self.fused and not torch.is_autocast_enabled(x.device.type):
+    def forward(self, x, hidden, fused):
+        if fused and not torch.is_autocast_enabled(x.device.type):
             return torch.addmm(x, hidden, self.weight.t()) + self.bias
         return x + super().forward(hidden)
 
@@ -58,25 +53,19 @@ class Mlp(nn.Module, Model):
 
     def __init__(self, config, fusion):
         super().__init__()
-        self.config, self.fusion, wide = config, fusion, 4 * config.width
-        self.shift = nn.Parameter(torch.zeros(config.width))  # so that the first input wants a gradient
-        self.up = nn.ModuleList(Up(config.width, wide) for _ in range(config.depth))
-        self.down = nn.ModuleList(Down(wide, config.width) for _ in range(config.depth))
-        for up, down in zip(self.up, self.down, strict=True):
-            up.fused, down.fused = fusion.enable_fused_relu, fusion.enable_fused_residual
-            if fusion.enable_torch_compile:
-                up.compile()
-                down.compile()
+        self.fusion, width = fusion, config.width
+        self.shift = nn.Parameter(torch.zeros(width))  # so that the first input wants a gradient
+        self.up = nn.ModuleList(Up(width, 4 * width) for _ in range(config.depth))
+        self.down = nn.ModuleList(Down(4 * width, width) for _ in range(config.depth))
+        for layer in (*self.up, *self.down) if fusion.enable_torch_compile else ():
+            layer.compile()
 
-    def forward(self, x, target, mask):
-        """x, target (B, width), mask (B,); returns dict(output=(B, width), loss=())."""
+    def forward(self, x, target):
+        """x, target (B, width); returns dict(output=(B, width), loss=())."""
         x = x + self.shift
         for up, down in zip(self.up, self.down, strict=True):
-            x = down(x, up(x))
-        return dict(output=x, loss=((x - target).square().mean(-1) * mask).sum() / mask.sum())
-
-    def defined(self, output, batch):
-        return dict(output=output["output"] * batch["mask"][:, None], loss=output["loss"])
+            x = down(x, up(x, self.fusion.enable_fused_relu), self.fusion.enable_fused_residual)
+        return dict(output=x, loss=(x - target).square().mean())
 
     def sublayers(self):
         both = [("up", self.up), ("down", self.down)]
@@ -84,25 +73,17 @@ class Mlp(nn.Module, Model):
 
 
 class Numbers(Data):
-    """Random vectors and their images under a fixed map."""
-
     def __init__(self, settings):
         self.size, self.seed = (settings.training.batch_size, settings.model.width), settings.training.seed
 
     def describe(self):
-        return "random vectors"
+        return "random vectors and their images under a fixed map"
 
     def batch(self, step):
         x = torch.randn(self.size, generator=torch.Generator().manual_seed(self.seed + step))
-        return dict(x=x, target=x.flip(-1) * 0.5, mask=torch.ones(len(x)))
-
-    def check_batch(self):
-        batch = self.batch(0)
-        batch["mask"][-1] = 0
-        return batch
+        return dict(x=x, target=x.flip(-1) * 0.5)
 
 
 PROGRAM = Program(**KNOWN, model=Mlp, data=Numbers, trainer=Trainer)
-
 if __name__ == "__main__":
     sys.exit(main(program=PROGRAM))

@@ -41,8 +41,11 @@ def gpu():
 
 
 def cache_file():
-    """Where this user's measurements for this GPU, torch and Triton are kept."""
-    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    """Where this user's measurements for this GPU, torch and Triton are kept: under /tmp for a user of a
+    container who has no name and no HOME."""
+    home = os.path.expanduser("~")
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(tempfile.gettempdir() if home == "~" else home,
+                                                            ".cache")
     name = f"{torch.cuda.get_device_name()} torch {torch.__version__} triton {triton.__version__}.json"
     return pathlib.Path(root) / "fusion_lab" / name.replace(" ", "_").replace("/", "_")
 

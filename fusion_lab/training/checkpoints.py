@@ -172,11 +172,16 @@ def read_checkpoint(path, program, config):
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"checkpoint {path}: of a model that this version lacks ({printable(error):.200})"
                         ) from None
+    refuse_other_sizes(made, config, f"checkpoint {path}")
+    return saved
+
+
+def refuse_other_sizes(made, config, what):
+    """UserError, with the flags that fit, where a saved model's sizes, {name: value}, are not config's."""
     different = [spelled(name, printable(value)) for name, value in made.items()
                  if value != getattr(config, name)]
     if different:
-        raise UserError(f"checkpoint {path}: made for another model; to use it, pass {' '.join(different)}")
-    return saved
+        raise UserError(f"{what}: made for another model; to use it, pass {' '.join(different)}")
 
 
 def packed(trainer, tensors):

@@ -7,7 +7,7 @@ import torch
 
 from fusion_lab.training import checkpoints, recipe
 from fusion_lab.training.files import UserError, write_atomically
-from fusion_lab.training.options import flag, spelled
+from fusion_lab.training.options import flag
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def load_weights(trainer, path, source):
     """Let a new run begin with the weights of a checkpoint, averaged if it has such, or of a model file.
     Raises UserError."""
     saved = read_model(path, trainer.program)
-    refuse_other_sizes(sizes(saved.config), trainer.settings.model, f"--init-from {path}")
+    checkpoints.refuse_other_sizes(sizes(saved.config), trainer.settings.model, f"--init-from {path}")
     checkpoints.refuse_leaks(saved.card, source, f"--init-from {path}")
     checkpoints.put(trainer, saved.weights)
     trainer.average = recipe.average(trainer.updated, trainer.training.ema_decay)
@@ -92,11 +92,3 @@ def begin_from_files(trainer, source):
     trainer.trained_on.update(source.names)
     trainer.sequences.update(source.sequences)
     trainer.chosen_by.update(source.choosing)
-
-
-def refuse_other_sizes(made, config, what):
-    """UserError, with the flags that fit, where made, {name: value}, is not of a model like config."""
-    different = [spelled(name, made[name]) for name, value in sizes(config).items()
-                 if made.get(name, value) != value]
-    if different:
-        raise UserError(f"{what}: made for another model; to use it, pass {' '.join(different)}")

@@ -29,7 +29,7 @@ def place():
 
 def first():
     """Whether this process prints and writes: the first rank, or one alone."""
-    return os.environ.get("RANK", "0") in ("0", "")
+    return os.environ.get("RANK", "0") in ("0", "") or os.environ.get("WORLD_SIZE", "1") in ("1", "")
 
 
 def require_alone(what):

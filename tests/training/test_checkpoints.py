@@ -113,37 +113,6 @@ def test_of_several_ranks_the_first_one_writes(tmp_path):
     assert torch.load(tmp_path / "c.pt")["step"] == 4
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """Random numbers of a GPU: its state is what was set last."""
-    found = {GPU: torch.tensor([5], dtype=torch.uint8)}
-    monkeypatch.setattr(torch.cuda, "get_rng_state", found.__getitem__)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: found.update({device: state}))
-    real = torch.Generator
-
-    def generator(device):
-        def set_state(state):
-            assert device == GPU
-            if len(state) != 1:
-                raise RuntimeError
-        return real(device) if device.type == "cpu" else SimpleNamespace(set_state=set_state)
-    monkeypatch.setattr(torch, "Generator", generator)
-    return found
-
-
-def test_random_numbers_of_a_gpu_come_back_on_one(gpu, tmp_path):
-    torch.save(snapshot(there := trainer_of(device=GPU)), tmp_path / "c.pt")
-    gpu[GPU] = None
-    restore(trainer_of(), tmp_path / "c.pt")  # on a CPU they stay unused
-    assert gpu[GPU] is None
-    restore(there, tmp_path / "c.pt")
-    assert gpu[GPU].tolist() == [5]
-    gpu[GPU] = None
-    torch.save(snapshot(trainer_of()), tmp_path / "c.pt")
-    restore(there, tmp_path / "c.pt")  # from a CPU there are none
-    assert gpu[GPU] is None
-
-
 def test_masters_are_saved_as_what_they_are_views_of():
     trainer = trainer_of()
     flat, weights = trainer.updated[0], trainer.weights
@@ -154,19 +123,6 @@ def test_masters_are_saved_as_what_they_are_views_of():
     trainer.masters.join = lambda tensors, flat: flat.copy_(tensors["0.weight"])
     checkpoints.put(trainer, {"0.half": torch.tensor([5.0, 6.0 + 2 ** -20])})
     assert flat.tolist() == [10, 12 + 2 ** -19] and len(trainer.published) == 1  # in float32
-
-
-def test_what_runs_aside_is_copied_to_the_host(trainer, monkeypatch):
-    """A CUDA graph is captured within, whose peak is to be without the copies."""
-    calls, to = [], torch.Tensor.to
-
-    def noted(tensor, *given, **named):
-        calls.append((given, named))
-        return to(tensor, *given, **named)
-    monkeypatch.setattr(torch.Tensor, "to", noted)
-    trainer.average = None
-    with checkpoints.preserving(trainer):
-        assert calls == 5 * [(("cpu",), dict(copy=True))]  # weights, their norm, step and two moments
 
 
 @pytest.mark.parametrize("device, forked", [(CPU, []), (GPU, [GPU])])

@@ -23,7 +23,7 @@ def others(monkeypatch):
 
 @pytest.mark.parametrize("environment, place, first", [
     ({}, Place(0, 1, 0, 1), True), (dict(RANK="0 1 0 1"), Place(0, 1, 0, 1), True),
-    (dict(RANK="3 4 1 2"), Place(3, 4, 1, 2), False), (dict(RANK="2"), None, False),
+    (dict(RANK="3 4 1 2"), Place(3, 4, 1, 2), False), (dict(RANK="2"), None, True),
     (dict(WORLD_SIZE="2"), None, True), (dict(RANK="1 x 0 1"), None, False)])
 def test_what_torchrun_says(environment, place, first, monkeypatch):
     counts = environment.pop("RANK", "").split()

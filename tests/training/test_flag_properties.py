@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_lab.training.flags import compared, config_classes, make_parser, parse
+from fusion_lab.training.flags import config_classes, make_parser, parse
 from fusion_lab.training.options import flag
 from fusion_lab.training.program import Settings, load_program
 from tests.properties import cases
@@ -116,35 +116,3 @@ def test_properties_of_command_lines(line):
     assert message.startswith(f"{program.name}: error: ")
     if not wrong:  # each value is one that its field takes: the fields do not go together
         assert f"argument {flag(blamed[0])}: " in message and not OF_ONE_FIELD.search(message)
-
-
-@pytest.mark.parametrize("words, expected", [
-    ("", (None, 120)), ("--num-steps 3", (3, None)), ("--budget 5", (None, 5)),
-    ("--num-steps 3 --budget 5", (3, 5))])
-def test_a_comparison_ends_after_two_minutes_unless_told_otherwise(words, expected):
-    program, parser = known(FILES[0])
-    arguments, *_ = parse(parser, program, ["--compare-fusion", "--variants", "all", *words.split()])
-    assert compared(arguments) == ("all", expected)
-
-
-def answer(path, name, value):
-    """What is said of this flag alone; "" if it is taken, or refused for the sake of others."""
-    program, parser = known(path)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
-        parse(parser, program, as_flags(name, value, False, True))
-    return said.getvalue() if OF_ONE_FIELD.search(said.getvalue()) else ""
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_limits_are_what_fields_say(path):
-    members = [f for cls in config_classes(known(path)[0]) for f in cls.__dataclass_fields__.values()
-               if f.metadata["low"] is not None and not f.metadata["mode"]]
-    assert len(members) > 12
-    for f in members:
-        step, (low, below, most) = 1 if f.metadata["type"] is int else 1e-9, (
-            f.metadata[name] for name in ("low", "below", "at_most"))
-        inside = [low, *([] if below is None else [below - step]), *([] if most is None else [most])]
-        outside = [low - step, *([] if below is None else [below]), *([] if most is None else [most + step])]
-        assert not any(answer(path, f.name, value) for value in inside), f.name
-        assert all(f"{flag(f.name)}: " in answer(path, f.name, value) for value in outside), f.name

@@ -1,13 +1,10 @@
 """What machine this is: which device a name means, what a process is set to, where a number was measured."""
-import ctypes
 import io
-import platform
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import tiny_openfold_v2 as tof
 from fusion_lab.training import machine
 from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import choose_device
@@ -61,64 +58,6 @@ def test_every_rank_has_a_gpu_of_its_own(gpus):
     assert caught.value.code == 4 and choose_device("cpu").type == "cpu"
 
 
-def test_freed_memory_is_kept_by_the_right_words_to_the_c_library(monkeypatch):
-    """malloc.h: M_MMAP_MAX, of which there shall be none, is -4; M_TRIM_THRESHOLD, never, is -1."""
-    said = []
-    libc = SimpleNamespace(mallopt=lambda option, value: said.append((option, value)))
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc if name is None else None)
-    machine.keep_freed_memory()
-    assert said == [(-4, 0), (-1, -1)]
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
-    machine.keep_freed_memory()  # another C library
-
-
-@pytest.fixture
-def matmul():
-    """torch's settings for products, which monkeypatch cannot bring back."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    yield torch.backends.cuda.matmul
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_what_settings_change_for_the_process(deterministic, monkeypatch, matmul):
-    kept, asked = [], []
-    matmul.allow_tf32 = False
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # comes back afterwards
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
-    monkeypatch.setattr(machine, "keep_freed_memory", lambda: kept.append("memory"))
-    monkeypatch.setattr(machine, "runs_in_tf32", lambda training, device: training.use_tf32)
-    settings = tof.PROGRAM.settings(use_tf32=True, deterministic=deterministic)
-    for device, expected in (("cpu", (["memory"], False)), ("cuda", (["memory"], True))):
-        machine.process_settings(settings, torch.device(device))
-        assert (kept, matmul.allow_tf32) == expected
-    assert asked == [True] * 2 * deterministic
-    assert machine.os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
-
-
-def test_where_a_number_was_measured(monkeypatch):
-    asked, git = [], SimpleNamespace(stdout="abc\n", returncode=0)
-    monkeypatch.setattr(machine.subprocess, "run", lambda command, **how: asked.append((command, how)) or git)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: {"git": "there"}[name])
-    monkeypatch.setattr(machine, "cpu_name", lambda: "a CPU")
-    monkeypatch.setattr(platform, "platform", lambda: "a system")  # which may run a program, too
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"name of {device}")
-    expected = dict(
-        device="cpu", gpu_name=None, torch_version=torch.__version__, cuda_version=torch.version.cuda,
-        hip_version=torch.version.hip, host_cpu="a CPU", cpu_threads=torch.get_num_threads(),
-        python_version=platform.python_version(), platform="a system", git_commit="abc")
-    assert machine.system_info(CPU) == expected
-    (command, how), = asked
-    assert command == ["git", "-C", machine.os.path.dirname(machine.__file__), "rev-parse", "HEAD"]
-    assert how == dict(capture_output=True, text=True, check=False)
-    git.returncode = 128  # no repository
-    assert machine.system_info(torch.device("cuda", 1)) == expected | dict(
-        device="cuda:1", gpu_name="name of cuda:1", git_commit=None)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    assert machine.system_info(CPU)["git_commit"] is None and len(asked) == 2
-
-
 def absent(*_, **__):
     raise FileNotFoundError
 
@@ -137,11 +76,3 @@ def test_free_memory_is_the_control_groups_share_if_that_is_less(meminfo, group,
     assert machine.free_memory(CPU) == expected
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))
     assert machine.free_memory(torch.device("cuda")) == 5
-
-
-def test_the_name_of_a_cpu(monkeypatch):
-    lines = ["processor : 0\nmodel name\t: A: B\n", "no name\n"]
-    monkeypatch.setattr(machine, "open", lambda path, **_: io.StringIO(lines.pop(0)) if lines else absent(),
-                        raising=False)
-    monkeypatch.setattr(platform, "processor", lambda: "")
-    assert [machine.cpu_name() for _ in range(3)] == ["A: B", platform.machine(), platform.machine()]

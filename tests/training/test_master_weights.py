@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusion_lab.training import feeding, master_weights
+from fusion_lab.training import feeding
 from fusion_lab.training.master_weights import KernelMasters, MasterWeights
 
 CPU = torch.device("cpu")
@@ -49,18 +49,6 @@ def test_masters_are_as_wide_as_the_weights_and_float32_at_least():
         give(model, [5, 6])
         masters.take_gradients()
         assert masters.flat.grad.dtype == wide
-
-
-def test_masters_lie_where_the_weights_do():
-    model = Weights(2)
-    torch.set_default_device("meta")  # where nothing has numbers
-    try:
-        masters = MasterWeights(model, torch.bfloat16)
-        model.list[0].grad = torch.ones_like(model.list[0])
-        masters.take_gradients()
-    finally:
-        torch.set_default_device(None)
-    assert masters.flat.device == masters.low.device == masters.flat.grad.device == CPU
 
 
 def test_gradients_of_masters_place_by_place():
@@ -114,45 +102,7 @@ def test_a_kernel_finds_gradients_that_others_have_changed():
     assert masters.gradient.dtype == torch.float32 and masters.clip(7.0) == 5
 
 
-@pytest.mark.parametrize("dtype, size, weights, triton, wide", [
-    (torch.bfloat16, 1, {}, True, False), (torch.float16, 1, {}, True, True),
-    (torch.bfloat16, 2, {}, True, True), (torch.bfloat16, 1, {}, False, None), (None, 1, {}, True, None),
-    (torch.bfloat16, 1, dict(is_cuda=False), True, None),
-    (torch.bfloat16, 1, dict(dtype=torch.float64), True, None)])
-def test_when_a_kernel_updates_masters(dtype, size, weights, triton, wide, monkeypatch):
-    """On a GPU with Triton; wide is None where torch's optimizer does."""
-    weight = SimpleNamespace(**{**dict(is_cuda=True, dtype=torch.float32), **weights})
-    model = SimpleNamespace(parameters=lambda: iter([weight]))
-    monkeypatch.setattr(master_weights, "HAS_TRITON", triton)
-    monkeypatch.setattr(master_weights, "KernelMasters", lambda model, dtype, wide: ("kernel", dtype, wide))
-    monkeypatch.setattr(master_weights, "MasterWeights", lambda model, dtype: "plain")
-
-    def found(kernel):
-        return master_weights.master_weights(model, dtype, SimpleNamespace(size=size), kernel)
-    plain = "plain" if dtype else None
-    assert found(True) == (("kernel", dtype, wide) if wide is not None else plain)
-    assert found(False) == plain
-
-
 # --- Batches ----------------------------------------------------------------------------------------------
-
-class Host:
-    """A tensor that notes its way to a device."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def pin_memory(self):
-        def to(device, non_blocking=False):
-            return self.name, "pinned", device, non_blocking
-        return SimpleNamespace(to=to)
-
-
-def test_batches_go_to_a_gpu_from_pinned_memory_without_waiting():
-    batch, gpu = dict(a=Host("A"), b=Host("B")), SimpleNamespace(type="cuda")
-    assert feeding.to_device(batch, gpu) == dict(a=("A", "pinned", gpu, True), b=("B", "pinned", gpu, True))
-    assert feeding.to_device(batch, CPU) is batch
-
 
 class Source:
     """Batches are (step, samples of rank, of size); each is noted when it is made, with its thread."""
@@ -179,16 +129,6 @@ def test_a_rank_s_samples_of_a_step():
     assert feeding.batch_of(Source(), 3, world(1, 2)) == dict(step=[-3])
     samples = dict(a=list(range(6)), b="abcdef")
     assert feeding.own(samples, 1, 3) == dict(a=[2, 3], b="cd")
-
-
-def test_one_batch_is_made_ahead_by_a_second_thread_and_none_beyond_the_last():
-    source = Source()
-    supply = feeding.batches(source, range(4, 7), CPU)
-    assert source.made == []
-    for step in (4, 5, 6):
-        assert next(supply) == dict(step=[step, -step])
-    assert list(supply) == []
-    assert source.made == [(4, True), (5, False), (6, False)]
 
 
 def test_a_step_s_batch_is_made_while_the_one_before_it_runs():

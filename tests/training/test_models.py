@@ -9,7 +9,6 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training import models
 from fusion_lab.training.files import UserError
-from tests.second_program import MlpConfig
 
 SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
              seq_len=8, batch_size=2, device="cpu")
@@ -106,11 +105,3 @@ def test_foreign_files_and_weights_are_refused(model_file, tmp_path):
     with pytest.raises(UserError, match="not finite"):
         models.save_model(model_file, tof.PROGRAM, weights, model.config, CARD)
     assert model_file.read_bytes() == before
-
-
-def test_sizes_that_a_file_does_not_name_are_no_others():
-    config = MlpConfig(width=8)
-    for made in ({}, dict(width=8)):
-        models.refuse_other_sizes(made, config, "x")
-    with pytest.raises(UserError, match="^x: made for another model; to use it, pass --width 9$"):
-        models.refuse_other_sizes(dict(width=9, depth=2), config, "x")

@@ -10,11 +10,9 @@ from fusion_lab.training import reporting
 from fusion_lab.training.distributed import ALONE, World
 from fusion_lab.training.files import UserError
 from fusion_lab.training.reporting import (
-    busy_line,
     describe_start,
     print_ending,
     print_result,
-    print_settings,
     require_finite,
     shorter,
     step_line,
@@ -68,11 +66,6 @@ def test_how_to_go_on(capsys):
     assert "--init-from 'a b.pt'" in said(10, "a b.pt", schedule="cosine")
 
 
-def test_a_busy_machine_is_named(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert busy_line(0.9, 2) is None and busy_line(7.19, 2).startswith("Busy machine: load 7.2 on 2 cores; ")
-
-
 class Layer(torch.nn.Linear):
     def __init__(self, own):
         super().__init__(10, 100)
@@ -117,24 +110,3 @@ def test_start_up_lines(capsys, monkeypatch):
     there = started(capsys, dict(enable_master_weights=True), dict(use_amp=True, use_tf32=True),
                     device=torch.device("cuda", 1))
     assert there[0].startswith("Device: cuda:1 (a GPU, cuda:1) | ") and "Busy" not in "".join(there)
-
-
-def test_a_warning_of_graphs_on_rocm(capsys, monkeypatch):
-    monkeypatch.setattr(reporting.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    graphs = dict(enable_torch_compile=True, torch_compile_mode="reduce-overhead")
-    for hip, fusion, warned in (("7.0", graphs, True), (None, graphs, False),
-                                ("7.0", dict(enable_torch_compile=True), False),
-                                ("7.0", dict(torch_compile_mode="reduce-overhead"), False)):
-        monkeypatch.setattr(torch.version, "hip", hip)
-        said = started(capsys, fusion)[-1].startswith("Note: on ROCm, training in mode reduce-overhead was ")
-        assert said == warned
-
-
-def test_what_flags_come_to(capsys):
-    settings = SECOND.settings(width=8)
-    assert print_settings(SECOND, settings, "--retune") == 0
-    assert json.loads(capsys.readouterr().out) == dict(
-        mode="check_flags", asked="--retune", program="second_program.py", suffix="mlp",
-        summary="performance_summary_mlp.json", **settings.as_dict(), torch=torch.__version__,
-        torch_path=torch.__file__, hip=torch.version.hip, cuda=torch.version.cuda,
-        gpus=torch.cuda.device_count())
