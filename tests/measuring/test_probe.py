@@ -48,12 +48,12 @@ class Counting:
 
 
 def test_peak_of_a_probe_is_what_lives_within_and_what_was_there_before(monkeypatch):
-    """1112 weights, each with two moments; a step count for each of nine tensors; a batch of 51. Four
+    """1112 weights, each with two moments; a step count for each of nine tensors; a batch of 48. Four
     products of 3 x 8 x 32, twice as much in backward."""
     trainer, batch = second()
     monkeypatch.setattr(probe_module, "OpCounter", Counting)
     found = probe(trainer, batch)
-    assert found.peak == 1000 + 4 * (3 * 1112 + 9 + 51)
+    assert found.peak == 1000 + 4 * (3 * 1112 + 9 + 48)
     assert (found.launches, found.timeline, found.operations) == (11, [(1, 2)], 77)
     assert found.flops == 3 * 4 * 2 * 3 * 8 * 32
     assert probe(*second(ema_decay=0.9)).peak == found.peak + 4 * 1112
@@ -62,10 +62,10 @@ def test_peak_of_a_probe_is_what_lives_within_and_what_was_there_before(monkeypa
 
 
 def test_the_first_step_is_counted_as_those_after_it():
-    """Of both layers, inputs (96 bytes) and what is hidden (384); of the loss, difference, mask, its sum."""
+    """Of both layers, inputs (96 bytes) and what is hidden (384); of the loss, the difference."""
     trainer, batch = second()
     first = probe(trainer, batch)
-    assert first == probe(trainer, batch) and first.saved == dict(up=2 * (96 + 384), rest=96 + 12 + 4)
+    assert first == probe(trainer, batch) and first.saved == dict(up=2 * (96 + 384), rest=96)
     fewer = {name: samples[:2] for name, samples in batch.items()}
     assert 3 * probe(trainer, fewer).flops == 2 * first.flops
     step = trainer.step
