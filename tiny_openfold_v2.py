@@ -132,7 +132,7 @@ from fusion_lab.training.models import begin_from_files
 from tiny_openfold.proteins import batches as proteins
 from tiny_openfold.proteins import coevolution, contacts, fast_evoformer, fold_prediction, prediction
 from tiny_openfold.proteins.files import TOKENS
-from tiny_openfold.proteins.orientation_heads import ORIENTATION_WEIGHT, OrientationHead, mean
+from tiny_openfold.proteins.orientations import ORIENTATION_WEIGHT, OrientationHead, mean
 from tiny_openfold.proteins.seam import Evoformer
 
 # --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training.evaluations import Evaluation
 from fusion_lab.training.files import UserError
 from tiny_openfold.proteins import batches, contacts, structure_metrics
 from tiny_openfold.proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt
@@ -53,15 +52,6 @@ def test_corruption_at_its_thresholds():
     corrupted, targets = corrupt(rng, msa)
     assert corrupted[0].tolist() == [[9, 2, 13, 14, 5, 6, MASK, MASK, MASK], msa[0, 1].tolist()]
     assert targets[0].tolist() == [[1, -100, 3, 4, 5, 6, 7, 8, -100], 9 * [-100]]
-    assert rng.asked == [("random", (1, 2, 9)), ("random", (1, 2, 9)), ("integers", 0, 2, (1, 2, 9)),
-                         ("integers", 0, 20, (1, 2, 9))]
-
-
-def test_rows_that_are_missing_are_not_drawn_from():
-    msa, row_mask = np.zeros((2, 4, 5), int), np.array([[1.0, 1, 0, 0], [1, 1, 1, 0]], np.float32)
-    rng = Script(random=2 * [np.ones(msa.shape)], integers=[msa, msa])
-    corrupt(rng, msa, row_mask)
-    assert rng.asked[2][1] == 0 and rng.asked[2][2].tolist() == [[[2]], [[3]]]  # rows of each sample
 
 
 def test_targets_lie_within_both_masks_and_the_query_stays_whole():
@@ -97,11 +87,6 @@ def test_synthetic_batches_are_proteins_from_16_on():
 def test_synthetic_evaluation_is_clean_and_apart_from_training():
     source = SyntheticProteins(settings_of(seed=5))
     assert source.held_out == [f"synthetic-{i}" for i in range(16)] and source.names == []
-    assert source.describe() == "synthetic proteins (paired), 16 held out" and source.structure("x") is None
-    natural = batches.open_source(settings_of(synthetic_world="natural"))
-    assert natural.describe() == "synthetic proteins (natural), 16 held out"
-    natural.real = "pieces of chains"
-    assert natural.describe().endswith("held out; 50% of the folds are pieces of chains")
     groups = source.evaluation()
     for key, first in (("held_out", 0), ("training", 16)):
         found = list(groups[key])
@@ -186,19 +171,6 @@ def test_every_step_draws_other_families_crops_and_rows():
     assert set(steps[0]) == {"msa_tokens", "target_tokens", "seq_mask", "row_mask", "msa_targets", "coords",
                              "coord_mask"}
     assert steps[0]["msa_tokens"].shape == (3, 4, 8) and steps[0]["coords"].shape == (3, 8, 3)
-    asked = []
-    for size, kinds in ((2, 2), (3, 3), (40, 3)):  # one family twice only where there are too few
-        source = real(source.families, batch_size=size)
-
-        def take(rng, protein, length, rows, extra):
-            asked.append((protein.name, length, rows))
-            return dict(msa=np.zeros((rows, length), int), coords=np.zeros((length, 3)),
-                        coord_mask=np.zeros(length), seq_mask=np.ones(length), row_mask=np.ones(rows))
-        source.take = take
-        source.batch(0)
-        assert len(asked) == size and len({name for name, *_ in asked}) == kinds
-        assert all(entry[1:] == (8, 4) for entry in asked)
-        asked.clear()
 
 
 def test_evaluation_of_real_proteins_is_whole_clean_and_always_the_same():
@@ -233,22 +205,51 @@ def test_held_out_families_are_named_or_a_share_of_them_rounded_up():
             held_out(holdout=holdout)
 
 
-def test_a_source_sorts_its_families(monkeypatch):
-    families, read = [family(name) for name in "abc"], batches.files
-    monkeypatch.setattr(read, "load_families", lambda path, strays: strays.append("s.pdb") or families)
-    source = batches.open_source(settings_of(data="x", holdout="b"))
-    assert [f.name for f in source.families] == ["a", "c"] == source.names and source.held_out == {"b"}
-    assert source.unseen == [families[1]] and source.structure("b") is families[1]
-    assert source.structure("c") is families[2]
-    assert source.describe() == (
-        "2 real proteins, 1 held out; 60 of 60 residues have coordinates; left out for want of a partner: "
-        "s.pdb")
-    asked = []
-    monkeypatch.setattr(read, "load_protein", lambda *arguments: asked.append(arguments) or families[0])
-    source = batches.open_source(settings_of(msa="x.a3m", structure="y.pdb:B", query="q"))
-    assert asked == [("x.a3m", "y.pdb", "B", "q")]
-    assert source.describe() == "1 real proteins, 0 held out; 20 of 20 residues have coordinates"
-    assert isinstance(batches.open_source(settings_of()), SyntheticProteins)
+@pytest.fixture
+def source_of(monkeypatch):
+    """A source of so many families, which differ in their residues."""
+    def make(count=12, **values):
+        place = np.arange(16)
+        families = [SimpleNamespace(
+            name=f"f{i}", length=16, msa=((np.arange(5)[:, None] + place + i) % 20).astype(np.uint8),
+            coords=np.stack([place, 4.0 * place, 0 * place + i], 1).astype(np.float32)) for i in range(count)]
+        monkeypatch.setattr(batches.files, "load_families", lambda path, strays: families)
+        return batches.RealProteins(settings_of(num_seqs=4, seq_len=16, batch_size=4, data="x", **values))
+    return make
+
+
+def test_ranks_share_a_batch(source_of):
+    source = source_of()
+    for step in range(3):
+        whole, parts = source.batch(step), [source.part(step, rank, 2) for rank in range(2)]
+        assert not torch.equal(parts[0]["coords"], parts[1]["coords"])
+        for key in ("coords", "msa_tokens"):
+            assert torch.equal(torch.cat([part[key] for part in parts]), whole[key])
+
+
+def test_the_seed_draws_the_families_for_validation(source_of):
+    drawn = {tuple(family.name for family in source_of(validate_fraction=0.25, seed=seed).validation)
+             for seed in range(8)}
+    assert len(drawn) > 4 and all(len(names) == 3 for names in drawn)
+    again = source_of(validate_fraction=0.25, seed=3).validation
+    assert tuple(family.name for family in again) in drawn
+
+
+@pytest.mark.parametrize("validated, held_out, others, seen", [
+    (0.25, None, 10, 10), (0.3, "f0,f1", 14, 14), (0.05, None, 2, 8)])
+def test_an_evaluation_looks_at_as_many_training_families(validated, held_out, others, seen, source_of):
+    """As for validation and held out together, at least eight."""
+    source = source_of(40, validate_fraction=validated, holdout=held_out)
+    assert len(source.validation) + len(source.unseen) == others
+    assert len(list(source.evaluation()["training"])) == seen
+
+
+def test_built_in_alignments_have_all_rows_to_an_eighth_equally_often():
+    source = batches.NaturalProteins(settings_of(
+        num_seqs=2, seq_len=16, synthetic_world="natural", extra_seqs=64, coevolution="couplings"))
+    source.align = lambda seed, coords, rows: torch.zeros(len(coords), rows, 16, dtype=torch.uint8)
+    depths = [int((source.draw([number])[0][0] != GAP).any(1).sum()) for number in range(200)]
+    assert set(depths) == {64, 32, 16, 8} and min(map(depths.count, set(depths))) > 25
 
 
 # --- Evaluation ----------------------------------------------------------------------------------------
@@ -312,7 +313,7 @@ class Oracle(torch.nn.Module):
         return dict(contact_probability=probability, distances=2 * probability)
 
 
-def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
+def test_evaluation_of_chains_with_more_than_six_located_residues():
     coords = torch.zeros(1, 9, 3)
     coords[0, :, 0] = 100 * torch.arange(9.0)
     coords[0, 6] = 1
@@ -324,9 +325,7 @@ def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
     source = SimpleNamespace(held_out=["b", "c"], structure=str.upper, evaluation=lambda: dict(
         training=iter([("a", batch(9)), ("x", batch(6))]), held_out=iter([("b", batch(7)), ("c", batch(9))])))
     trainer = SimpleNamespace(model=Oracle(), device=torch.device("cpu"),
-                              training=SimpleNamespace(plot_contacts="maps"))
-    drawn = []
-    monkeypatch.setattr(contacts, "write_map", lambda *given: drawn.append(given))
+                              training=SimpleNamespace(plot_contacts=None))
     evaluation = contacts.evaluate(trainer, source, GOING_ON)
     found = evaluation.details
     assert evaluation.score is None and evaluation.scores["held-out lDDT"] == 0.75
@@ -337,39 +336,6 @@ def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
                                           chance=pytest.approx(1 / 6), p_l2_long=None, lddt=0.75)
     assert trainer.model.given == dict(msa_tokens=(1, 2, 9), target_tokens=(1, 9), seq_mask=(1, 9),
                                        row_mask=(1, 2))
-    assert drawn == []  # maps are drawn at the end only
-    contacts.evaluate(trainer, source, GOING_ON, final=True)
-    assert [(path, name, protein, tokens.tolist()) for path, name, protein, tokens, _ in drawn] == [
-        (f"maps/{name}", name, name.upper(), [*range(9)]) for name in "bc"]
-    probability, distances, place, mask = drawn[0][-1]
-    assert torch.equal(distances, 2 * probability) and torch.equal(place, coords[0]) and mask.sum() == 7
-    trainer.training.plot_contacts = None
-    contacts.evaluate(trainer, source, GOING_ON, final=True)
-    assert len(drawn) == 2
-
-
-def test_lines_of_an_evaluation_give_means_over_proteins(capsys):
-    evaluation = dict(training=dict(
-        a=dict(p_l2=0.5, p_l=0.25, chance=0.125, lddt=0.75)), held_out=dict(
-            b=dict(p_l2=1.0, p_l=0.5, chance=0.25, lddt=0.5),
-            c=dict(p_l2=0.5, p_l=0.0, chance=0.05, lddt=0.25)))
-    assert contacts.scores(evaluation) == {
-        "training P(L/2)": 0.5, "training lDDT": 0.75, "held-out P(L/2)": 0.75,
-        "held-out lDDT": 0.375}
-    assert contacts.contact_line(evaluation) == (
-        "Contacts: training P(L/2) 0.500 P(L) 0.250 chance 0.125 lDDT 0.750 (1 protein) | "
-        "held-out P(L/2) 0.750 P(L) 0.250 chance 0.150 lDDT 0.375 (2 proteins)")
-    empty = dict(training={}, held_out={})
-    assert contacts.scores(empty) == {}
-    assert contacts.contact_line(empty) == "Contacts: no protein has enough coordinates"
-    found, nobody = (Evaluation("", {}, details=details) for details in (evaluation, empty))
-    contacts.closing(SimpleNamespace(step_number=40), None, dict(final=found))
-    assert capsys.readouterr().out == (
-        "In words: after step 40, 75% of the residue pairs that the model is surest of do touch, in 2 "
-        "proteins it never saw; by chance 15% would.\n")
-    for nothing in ({}, dict(final=nobody), {40: found}):
-        contacts.closing(None, None, nothing)
-    assert capsys.readouterr().out == ""
 
 
 # --- Synthetic proteins --------------------------------------------------------------------------------
@@ -399,27 +365,6 @@ def test_contacts_are_matched_by_the_pairs_that_prefer_each_other():
                         (1, 9, 0.5), (2, 9, 0.4), (3, 13, 5.0), (1, 2, 5.0), (8, 9, 5.0)):
         priority[0, i, j] = value
     assert match_contacts(coords, priority)[0].tolist() == [12, 9, 8, 3, 4, 5, 6, 7, 2, 1, 10, 11, 0, 13]
-    assert match_contacts(coords, priority, rounds=1)[0].tolist()[:3] == [12, 1, 8]
-
-
-@pytest.mark.parametrize("distance, places, touch", [
-    (7.99, (0, 6), True), (8.0, (0, 6), False), (7.99, (0, 5), False), (1.0, (7, 0), True)])
-def test_contacts_lie_within_8_angstrom_and_6_places(distance, places, touch):
-    coords, priority = spread(8, a=(distance, [*places])), np.ones((1, 8, 8))
-    expected = np.arange(8)
-    if touch:
-        expected[[*places]] = places[::-1]
-    assert match_contacts(coords, priority)[0].tolist() == expected.tolist()
-
-
-def test_four_rounds_match_four_pairs_of_a_ladder():
-    """Ten residues in a row, each pair of neighbours preferred to the one before: a round takes the last."""
-    members = [7 * k for k in range(10)]
-    priority = np.zeros((1, 64, 64))
-    for k, (i, j) in enumerate(zip(members, members[1:], strict=False)):
-        priority[0, i, j] = k + 1
-    partner = match_contacts(spread(64, a=(7.0, members)), priority)[0]
-    assert [m for m in members if partner[m] == m] == [0, 7] and partner[14] == 21 and partner[63] == 56
 
 
 def test_paired_world_follows_one_table():

@@ -41,12 +41,6 @@ def test_strengths_are_norms_without_what_sites_share():
     assert found[0].numpy() == pytest.approx(expected, abs=1e-4)
 
 
-def test_two_sites_share_all_that_they_have():
-    tables = torch.zeros(1, 2, 21, 2, 21)
-    tables[0, 0, 3, 1, 4] = tables[0, 1, 4, 0, 3] = 2
-    assert not coevolution.strengths(tables, torch.tensor([[[2]]])).any()
-
-
 def test_features_of_one_row_and_under_autocast():
     rows = torch.randint(0, 20, (2, 1, 7), generator=torch.Generator().manual_seed(0))
     found = coevolution.pair_features(rows)

@@ -137,20 +137,6 @@ def test_the_plot_is_a_density_and_knows_glycine_and_proline():
     assert both.item() == pytest.approx(a[0] + g[1])
 
 
-def test_tables_of_the_plot_add_up_as_they_were_fitted():
-    sums = {kind: np.sum(parts, axis=0) for kind, parts in e.RAMACHANDRAN.items()}
-    assert sums["G"] == pytest.approx([1.001, -252, 143, 101.7, 67.9])
-    assert sums["P"] == pytest.approx([0.999, -202, 131, 104.0, 49.0])
-    assert sums[""] == pytest.approx([1, -500, 397, 199.9, 158.6])
-
-
-def test_pairs_are_near_whose_ca_are():
-    atoms = torch.zeros(2, 4, 5, 3)
-    for number, last in enumerate((8.9, 9.1)):
-        atoms[number, :, CA, 0] = torch.tensor([0, 50, 100, last])
-    assert [x.tolist() for x in e.near_pairs(atoms)] == [[0], [0], [3]]
-
-
 def test_crowding_is_of_residues_two_or_more_apart():
     points = torch.tensor([[[0.0], [1.0], [3.0], [3.5]], [[0.0], [9.0], [18.0], [27.0]]])
     assert e.crowding(points).tolist() == pytest.approx([0.9 ** 2 + 1.4 ** 2 + 0.4 ** 2, 0], abs=1e-5)
@@ -185,14 +171,6 @@ def test_pairs_give_the_gradients_of_the_plain_formula(dtype, near):
     apart[0, [3, 7]] = 0  # where the direction is anybody's choice
     error = (found.grad.double() - expected.grad) * apart
     assert error.abs().max() < 10 * near * expected.grad.abs().max() and found.grad.isfinite().all()
-
-
-def test_each_residue_has_its_own_plot():
-    angles = [(-60, -45), (80, 10), (-70, 140), (-120, 130), (-60, -30)]
-    found = terms(chain(angles)[None], "AGPVK", chain(angles))["plot"].item()
-    phi, psi = torch.tensor(angles, dtype=torch.float64).T.deg2rad()
-    by_hand = [e.ramachandran(phi[None, k:k + 1], psi[None, k:k + 1], "AGPVK"[k]).item() for k in (1, 2, 3)]
-    assert found == pytest.approx(sum(by_hand))
 
 
 def test_whole_chains_have_whole_bonds():
@@ -234,10 +212,3 @@ def test_real_folds_do_not_clash():
     for angles in ((-63, -42), (-120, 130), (-75, 145)):
         atoms = chain([angles] * 12)[None]
         assert e.clashes(atoms, e.near_pairs(atoms)).item() < 0.1, angles
-
-
-def test_the_anchor_of_glycine_is_its_ca():
-    atoms = chain([(-60, -45)] * 3)[None]
-    found = e.anchor(atoms, "AGA")
-    assert torch.equal(found[0, 1], atoms[0, 1, CA]) and torch.equal(found[0, ::2], atoms[0, ::2, CB])
-    assert not torch.equal(found[0, 0], atoms[0, 0, C])

@@ -50,23 +50,6 @@ def test_orientations_make_a_fold_of_a_blurred_distogram(quick):
     assert found.gap > without.gap + 5 and "orientations" not in without.terms
 
 
-def test_halves_of_a_batch_run_side_by_side_and_come_back_in_order(monkeypatch):
-    both, other, daemons, threads = threading.Barrier(2), threading.Event(), [], []
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: threads.append((n, threading.current_thread())))
-
-    def work(half):
-        both.wait(timeout=20)  # breaks if one half runs alone
-        if half[0] == 0:
-            assert threads == [(1, threading.current_thread())]
-            daemons.append(threading.current_thread().daemon)
-            assert other.wait(timeout=20)  # the first half ends last
-        other.set()
-        return half * 10
-    first, second = folding.by_halves(work, torch.arange(5))
-    assert first.tolist() == [0, 10, 20] and second.tolist() == [30, 40]
-    assert daemons == [True]  # it does not outlive the process
-
-
 @pytest.mark.parametrize("fails", [0, 3])
 def test_an_error_in_either_half_is_raised_and_one_here_waits_for_no_other(fails):
     never, ended = threading.Event(), []
@@ -128,15 +111,6 @@ def test_frames_of_an_ideal_piece_are_its_own(angles):
     assert (found - atoms)[:, 2:-2, [0, 1, 2, 4]].abs().max() < 1e-6  # but for O, which is the next one's
 
 
-def test_starts_are_scattered_about_where_mean_distances_put_residues():
-    points = 10 * torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
-    away = torch.cdist(points, points)
-    found = folding.spread(away[..., None] / 2, [2.0], 4000, torch.Generator().manual_seed(1))
-    assert found.shape == (4000, 12, folding.DIMENSIONS)
-    assert found.std(0).mean().item() == pytest.approx(2, rel=0.02)
-    assert (torch.cdist(found.mean(0), found.mean(0)) - away).abs().max() < 0.3
-
-
 def test_chosen_is_what_costs_least_with_its_hand():
     potential = fold_energy.Distances(certain(a_fold(), SEQUENCE).softmax(-1), CENTRES)
     left = chain([(62, 43)] * 24)
@@ -146,7 +120,3 @@ def test_chosen_is_what_costs_least_with_its_hand():
     hands = [folding.best_of(potential, image[k:k + 2], SEQUENCE).energy for k in (0, 2)]
     assert found.gap > 1 and [found.energy + found.gap, found.energy] == pytest.approx(hands, abs=1e-5)
     assert not folding.best_of(potential, image.flip(0), SEQUENCE).mirrored
-
-
-def test_short_range_comes_first():
-    assert folding.stiffness(0.0) < 0.01 < 0.1 < folding.stiffness(0.6) and folding.stiffness(1.0) == 1

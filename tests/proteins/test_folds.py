@@ -1,8 +1,17 @@
-"""Built-in folds: the geometry of their pieces, how a chain runs through them, how dense they are."""
+"""Folds: the geometry of built-in ones; which real chains are drawn, where they are cut, their tails."""
+import io
+
 import numpy as np
 import pytest
+import torch
 
-from tiny_openfold.proteins import folds
+import tiny_openfold_v2 as tof
+from fusion_lab.training.files import UserError
+from tests.support import require_shared
+from tiny_openfold.proteins import batches, folds, natural
+from tiny_openfold.proteins.folds import APART, EVERY, MISSING, RealFolds
+from tiny_openfold.proteins.geometry import CA, CB
+from tiny_openfold.proteins.orientations import UNKNOWN
 
 
 def test_folds_are_chains_with_the_contacts_of_domains():
@@ -27,66 +36,154 @@ def test_a_helix_and_a_strand_have_their_distances():
         np.full(10, folds.CB_LENGTH), rel=0.25)
 
 
-def test_layers_are_the_layouts_with_their_gaps():
-    """Sheets of strands and layers of helices, each centred, 9.8 Å apart, for about so many residues."""
-    rng, found, room = np.random.default_rng(0), [], dict(e=9.5, h=17.0)
-    for _ in range(400):
-        positions = folds.slots(rng, 150)
-        levels = sorted({z for _, _, z in positions})
-        assert np.diff(levels) == pytest.approx(9.8) and np.mean(levels) == pytest.approx(0)
-        layout = []
-        for level in levels:
-            kinds, places = zip(*((kind, x) for kind, x, z in positions if z == level), strict=True)
-            layout.append(kinds[0])
-            assert set(kinds) == {kinds[0]} and np.mean(places) == pytest.approx(0) and len(places) > 1
-            assert np.diff(places) == pytest.approx(dict(e=4.8, h=9.6)[kinds[0]])
-        residues, rounding = sum(room[kind] for kind, *_ in positions), sum(map(room.get, layout)) / 2
-        assert abs(residues - 150) < 1.01 * rounding
-        found.append(tuple(layout))
-    assert [found.count(layout) / 400 for layout in folds.LAYOUTS] == pytest.approx(folds.SHARES, abs=0.06)
+# --- Real chains ----------------------------------------------------------------------------------------
+
+SIZES = dict(num_blocks=1, num_seqs=4, seq_len=24, batch_size=4, device="cpu", synthetic_world="natural",
+             extra_seqs=8)
 
 
-def test_a_chain_visits_every_position_and_mostly_one_that_is_near():
-    rng, steps = np.random.default_rng(0), []
-    positions = [("e", 5.0 * i, 0.0) for i in range(12)]
-    for _ in range(100):
-        order = folds.route(rng, positions)
-        assert sorted(order) == list(range(12))
-        steps += np.abs(np.diff(order)).tolist()
-    assert 0.4 < np.mean(np.array(steps) == 1) < 0.9
-    assert {folds.route(rng, positions)[0] for _ in range(99)} == {*range(12)}
-    behind = [("e", 0.0, 0.0), ("e", 0.0, 9.8), ("e", 9.8, 0.0)]  # another layer is nearer than it looks
-    second = [folds.route(rng, behind)[1] for _ in range(900)]
-    assert second.count(1) > second.count(2)
+def chains(lengths, near=(), breaks=()):
+    """Arrays of a file. Residue r of chain k: CA at x = 3.8 r, y = 8 k, so both can be read off a piece. A
+    chain is broken in front of each (chain, residue) in breaks."""
+    xyz, index = [], []
+    for k, length in enumerate(lengths):
+        ca = np.stack([3.8 * np.arange(length), np.full(length, 8.0 * k), np.zeros(length)], 1)
+        around = [[-0.5, 1.3, 0], [0, 0, 0], [1.5, 0, 0], [2, -1, 0], [-0.5, -0.8, 1.2]]
+        atoms = ca[:, None] + np.array(around)
+        xyz.append(np.round(100 * atoms).astype(np.int16))
+        numbers = np.arange(1, length + 1)
+        for chain, residue in breaks:
+            numbers[residue:] += 5 * (chain == k)
+        index.append(numbers.astype(np.int32))
+    marked = np.isin(np.arange(len(lengths)), near)
+    return dict(offset=np.cumsum([0, *lengths]).astype(np.int32), xyz=np.concatenate(xyz),
+                index=np.concatenate(index), near_families=marked)
 
 
-def test_side_chains_of_a_helix_point_outwards_and_those_of_a_strand_in_turn():
-    ca = folds.helix(12)
-    cb = folds.side_chains(ca)
-    assert (np.hypot(*cb[1:-1, [0, 2]].T) > np.hypot(*ca[1:-1, [0, 2]].T) + 0.5).all()
-    ca = folds.strand(8)
-    assert (np.sign((folds.side_chains(ca) - ca)[1:-1, 2]) == np.sign(ca[1:-1, 2])).all()
+def saved(path, **arrays):
+    np.savez_compressed(path, **arrays)
+    return str(path)
 
 
-@pytest.mark.parametrize("density, tries", [(0.89, 6), (2.21, 1)])
-def test_a_piece_is_as_dense_as_domains_if_a_few_tries_find_one(density, tries, monkeypatch):
-    asked, source = [], folds.Folds(0, 20)
-    monkeypatch.setattr(folds, "contacts_per_residue", lambda cb: density)
-    chain = 10.0 * np.arange(90).reshape(30, 3)
-    monkeypatch.setattr(source, "chain", lambda number: asked.append(number) or chain)
-    rng, ways = np.random.default_rng(0), []
-    for _ in range(50):
-        piece = source.piece(rng)
-        ways.append(piece[-1, 0] > piece[0, 0])
-        assert piece.shape == (20, 3) and piece.dtype == np.float32
-        assert np.abs(np.diff(piece, axis=0)) == pytest.approx(30, abs=2)
-    assert len(asked) == 50 * tries and 15 < sum(ways) < 35 and max(asked) < source.CHAINS
+def drawn(source, count, held_out=False):
+    """[(chain, first residue, residues known)] of so many pieces."""
+    rng = np.random.default_rng(3)
+    pieces = [source.piece(rng, held_out) for _ in range(count)]
+    return [(round(p.backbone[0, CA, 1] / 8), round(p.backbone[0, CA, 0] / 3.8), int(p.known.sum()))
+            for p in pieces]
 
 
-def test_contacts_of_a_residue_by_hand():
-    """Six or more apart along the chain and nearer than 8 Å: of eight residues on a line, none; on a circle
-    with sides of 3 Å, the pairs six and seven apart."""
-    line = np.arange(8.0)[:, None] * [9.0, 0, 0]
-    angle = np.arange(8) * np.pi / 4
-    circle = 1.5 / np.sin(np.pi / 8) * np.stack([np.cos(angle), np.sin(angle), 0 * angle], axis=1)
-    assert folds.contacts_per_residue(line) == 0 and folds.contacts_per_residue(circle) == 3 / 8
+def test_relatives_of_families_are_never_drawn_and_held_out_chains_are_others(tmp_path):
+    near = (0, 5, 17, 33)
+    source = RealFolds(saved(tmp_path / "f.npz", **chains([30] * 36, near)), 24)
+    trained, unseen = ({chain for chain, *_ in drawn(source, 2000, held_out)} for held_out in (False, True))
+    allowed = [k for k in range(36) if k not in near]
+    assert unseen == set(allowed[::EVERY]) and trained == set(allowed) - unseen
+    assert str(source) == "pieces of 30 real chains, 2 held out; 4 related to families are left out"
+
+
+def test_a_crop_has_no_break_if_there_is_such_a_crop(tmp_path):
+    """Chain 1 can be cut behind residue 20 alone; chain 2 is broken everywhere, so it is cut anywhere."""
+    breaks = [(1, 5), (1, 20), *[(2, residue) for residue in range(4, 40, 4)]]
+    source = RealFolds(saved(tmp_path / "f.npz", **chains([40, 40, 40], breaks=breaks)), 18)
+    found = drawn(source, 600)
+    assert {start for chain, start, _ in found if chain == 1} == {20, 21, 22}
+    assert {start for chain, start, _ in found if chain == 2} == set(range(23))
+    assert {known for *_, known in found} == {18}
+
+
+def test_pieces_are_the_files_atoms_and_keep_their_direction(tmp_path):
+    arrays = chains([50, 50])
+    source = RealFolds(saved(tmp_path / "f.npz", **arrays), 24)
+    for seed in range(20):
+        piece = source.piece(np.random.default_rng(seed))
+        start = 50 + round(piece.backbone[0, CA, 0] / 3.8)
+        atoms = 0.01 * arrays["xyz"][start:start + 24].astype(np.float32)
+        np.testing.assert_allclose(piece.coords, atoms[:, CB], atol=1e-5)
+        np.testing.assert_allclose(piece.backbone, atoms[:, :3], atol=1e-5)
+        again = source.piece(np.random.default_rng(seed))
+        assert all(np.array_equal(one, other) for one, other in zip(piece, again, strict=True))
+
+
+def test_a_disordered_tail_couples_to_nothing_and_is_asked_for_nothing(tmp_path):
+    source = RealFolds(saved(tmp_path / "f.npz", **chains([15, 15])), 24)
+    piece = source.piece(np.random.default_rng(0))
+    assert piece.known.tolist() == 15 * [1] + 9 * [0] and np.isfinite(piece.coords).all()
+    apart = np.linalg.norm(piece.coords[:, None] - piece.coords, axis=-1)
+    apart[np.eye(24, dtype=bool)] = APART
+    assert piece.coords.dtype == np.float32
+    assert piece.coords[14:17] == pytest.approx(piece.coords[:15].max(0) + APART * np.arange(3)[:, None])
+    assert apart[15:].min() >= APART and np.isnan(piece.backbone[15:]).all()
+    draw = natural.Draw(torch.Generator().manual_seed(0))
+    coupling = natural.couplings(draw, torch.from_numpy(apart)[None] * (1 - torch.eye(24)))
+    coupling = coupling.unflatten(2, (24, 20)).unflatten(1, (24, 20)).abs().amax((0, 2, 4))  # (S, S)
+    assert coupling[:15, :15].max() > 0 and coupling[15:].max() == 0 == coupling[:, 15:].max()
+
+
+def settings_of(path, **values):
+    return tof.PROGRAM.settings(**{**SIZES, "real_folds": path, **values})
+
+
+def test_half_of_the_folds_are_real_and_a_step_is_always_the_same(tmp_path):
+    path = saved(tmp_path / "f.npz", **chains([20] * 40))
+    source, twin = (batches.open_source(settings_of(path, orientations=True)) for _ in range(2))
+    assert source.describe() == ("synthetic proteins (natural), 16 held out; 50% of the folds are pieces of "
+                                 "37 real chains, 3 held out; 0 related to families are left out")
+    assert "learns nothing" in batches.open_source(settings_of(None, orientations=True)).describe()
+    checked = batches.open_source(settings_of(path, orientations=True)).check_batch()
+    assert checked["coords"].shape[1:] == (24, 3)  # for --verify-accuracy, whatever the world
+    found = [source.batch(step) for step in range(8)]
+    assert all(torch.equal(found[3][key], twin.batch(3)[key]) for key in found[3])
+    real = torch.cat([batch["coord_mask"] for batch in found])[:, -1] == 0  # chains of 20 have a tail of 4
+    bins = torch.cat([batch["orientations"] for batch in found])
+    assert 8 <= real.sum() <= 24 and bins.dtype == torch.int8
+    assert (bins[~real] == UNKNOWN).all() and (bins[real][:, 20:] == UNKNOWN).all()
+    off = ~torch.eye(20, dtype=torch.bool)
+    assert (bins[real][:, :20, :20][:, off] >= 0).all()
+    plain = batches.open_source(settings_of(None)).batch(0)
+    assert "orientations" not in plain and (plain["coord_mask"] == 1).all()
+    names = {key: value.shape for key, value in plain.items()}
+    assert names == {key: value.shape for key, value in found[0].items() if key != "orientations"}
+
+
+def test_an_evaluation_asks_for_no_orientations_and_held_out_pieces_are_of_other_chains(tmp_path):
+    source = batches.open_source(settings_of(saved(tmp_path / "f.npz", **chains([20] * 40)),
+                                             orientations=True))
+    groups = {key: [batch for _, batch in group] for key, group in source.evaluation().items()}
+    assert len(groups["held_out"]) == 16 and "orientations" not in groups["held_out"][0]
+
+    def seen(group):
+        return {round(float(batch["coords"][0, 0, 1]) / 8) for batch in group
+                if batch["coord_mask"][0, -1] == 0}
+    assert seen(groups["held_out"]) <= {0, 16, 32} and not seen(groups["training"]) & {0, 16, 32}
+    assert seen(groups["held_out"]) and seen(groups["training"])
+
+
+def test_what_cannot_be_used_is_one_line_each(tmp_path):
+    good, whole = chains([30] * 4), io.BytesIO()
+    np.savez_compressed(whole, **good)
+    content = dict(absent=None, empty=b"", text=b"a b c", cut=whole.getvalue()[:-200])
+    for name, data in content.items():
+        if data is not None:
+            (tmp_path / name).write_bytes(data)
+    changed = dict(
+        objects={"xyz": np.array([[[None]]])}, atoms={"xyz": good["xyz"][:, :4]},
+        residues={"index": good["index"][1:]}, marks={"near_families": good["near_families"][1:]},
+        offset={"offset": good["offset"][::-1]}, related={"near_families": np.ones(4, bool)},
+        missing={"xyz": np.where(np.arange(5)[:, None] == 2, MISSING, good["xyz"])})
+    for name, change in changed.items():
+        saved(tmp_path / f"{name}.npz", **(good | change))
+    saved(tmp_path / "lacking.npz", **{key: value for key, value in good.items() if key != "index"})
+    for name in (*content, "lacking.npz", *(f"{name}.npz" for name in changed)):
+        with pytest.raises(UserError) as error:
+            RealFolds(str(tmp_path / name), 24)
+        line = str(error.value)
+        assert error.value.code == 2 and "\n" not in line and line.startswith("--real-folds "), name
+
+
+def test_the_file_of_real_chains_is_taken():
+    source = RealFolds(require_shared("learning", "backbones_full.npz"), 96)
+    assert len(source.chains[False]) + len(source.chains[True]) == 2514 - 563 == 1951
+    piece = source.piece(np.random.default_rng(1))
+    bonds = np.linalg.norm(piece.backbone[:, 1] - piece.backbone[:, 0], axis=-1)
+    assert abs(np.nanmedian(bonds) - 1.459) < 0.02

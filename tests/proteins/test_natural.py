@@ -1,5 +1,4 @@
 """The world `natural`: its couplings, preferences, tree and gaps."""
-import math
 
 import numpy as np
 import pytest
@@ -55,25 +54,6 @@ def draw():
     return natural.Draw(torch.Generator().manual_seed(0))
 
 
-def test_properties_are_scaled_each_by_itself():
-    properties, like, common = natural.tables(torch.device("cpu"))
-    assert properties.shape == (20, 3) and torch.allclose(properties.mean(0), torch.zeros(3), atol=1e-6)
-    assert torch.allclose(properties.square().mean(0), torch.ones(3))
-    assert like.tolist() == [1, -1, -1] and common.exp().tolist() == pytest.approx(natural.COMMON)
-
-
-def test_buried_columns_like_hydrophobic_residues_and_some_are_conserved(draw):
-    """Residues in a heap, and as many far from each other."""
-    coords = torch.cat([torch.rand(400, 3), 100 + 30 * torch.arange(400.0)[:, None].expand(-1, 3)])[None]
-    logits = natural.preferences(draw, torch.cdist(coords, coords))[0]
-    properties, _, common = natural.tables(torch.device("cpu"))
-    assert logits.shape == (800, 20)
-    liked = (logits - common) @ properties[:, 0]
-    assert liked[:400].mean() > 4 and liked[400:].mean() < -4
-    second, most = (logits - common).sort(1).values[:, -2:].T
-    assert 0.06 < (most - second > 2.5).float().mean() < 0.14
-
-
 def test_sweeps_draw_a_share_of_the_sites_and_follow_preferences_and_couplings(draw):
     rows, coupling = torch.zeros(1, 6, 10, dtype=torch.long), torch.zeros(1, 200, 200)
     logits = torch.zeros(1, 1, 10, 20)
@@ -89,41 +69,6 @@ def test_sweeps_draw_a_share_of_the_sites_and_follow_preferences_and_couplings(d
     coupling[0, 3 * 20 + 7, 5 * 20 + 2] = 300.0  # a 7 at site 3 asks for a 2 at site 5
     found = evolved(60, 1.0)
     assert (found[..., 5] == 2).all() and (found[..., :5] == 7).all() and (found[..., 6:] == 7).all()
-
-
-def test_children_have_what_their_parents_have():
-    x = torch.arange(12).view(2, 3, 2)
-    assert natural.inherit(x, torch.tensor([[2, 0, 2, 1], [1, 1, 1, 1]])).tolist() == [
-        [[4, 5], [0, 1], [4, 5], [2, 3]], [[8, 9]] * 4]
-    flat = torch.arange(6).view(2, 3)
-    assert natural.inherit(flat, torch.tensor([[2], [0]])).tolist() == [[2], [3]]
-
-
-def test_gaps_begin_by_their_rate_and_are_two_long(draw):
-    rate = torch.zeros(2, 1, 400)
-    rate[1, :, 100:] = 0.01
-    gaps = natural.begin_gaps(draw, rate, 200)
-    assert gaps.shape == (2, 200, 400) and not gaps[0].any() and not gaps[1, :, :100].any()
-    begins = (gaps[1] & ~gaps[1].roll(1, 1)).sum().item()
-    assert begins / (200 * 300) == pytest.approx(0.01, rel=0.15)
-    assert gaps.sum().item() / begins == pytest.approx(natural.GAP_LENGTH, rel=0.1)
-    assert natural.begin_gaps(draw, torch.ones(1, 1, 7), 3).all()
-
-
-def test_fragments_lack_one_end_and_families_lack_ends(draw, monkeypatch):
-    monkeypatch.setattr(natural, "FLANKS", 0.0)
-    missing = natural.missing_ends(draw, 2, 4000, 30, "cpu").view(-1, 30)
-    cut = missing[missing.any(1)]
-    assert len(cut) / 8000 == pytest.approx(natural.FRAGMENTS, rel=0.2) and cut.sum(1).max() <= 15
-    assert (cut[:, 0] ^ cut[:, -1]).all() and (cut.diff(dim=1).sum(1) == 1).all()  # one stretch at one end
-    assert 0.35 < cut[:, 0].float().mean() < 0.65 and cut.sum(1).float().mean() > 6
-    monkeypatch.setattr(natural, "FLANKS", 0.3)
-    monkeypatch.setattr(natural, "FRAGMENTS", 0.0)
-    flanks = natural.missing_ends(draw, 3000, 2, 60, "cpu")
-    assert torch.equal(flanks[:, 0], flanks[:, 1])
-    for share, run in ((0.3, flanks[:, 0]), (0.3 * math.exp(-1 / 6), flanks[:, 0].flip(1))):
-        assert run[:, 0].float().mean().item() == pytest.approx(share, abs=0.025)
-        assert run.cummin(1).values.sum(1)[run[:, 0]].float().mean().item() == pytest.approx(6.5, abs=1)
 
 
 @pytest.mark.gpu

@@ -44,13 +44,6 @@ def test_what_goes_together(values):
     assert vars(TrainingConfig(**values)).items() >= values.items()
 
 
-def test_one_alignment_is_predicted_with_these_flags():
-    fields = TrainingConfig.__dataclass_fields__
-    taken = ("structure query min_coordinates resume eval_seqs output seed device use_amp amp_dtype "
-             "use_tf32 deterministic json")
-    assert fields["contacts"].metadata["mode"] == fields["fold"].metadata["mode"] == tuple(taken.split())
-
-
 def test_presets_of_kernels():
     """--enable-ultra and the ladder of --compare-fusion, which adds them one after the other."""
     kernels = [name for name in tof.FusionConfig.ladder() if "triton" in name]

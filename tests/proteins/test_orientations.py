@@ -1,12 +1,22 @@
-"""Orientations between residues: against a chain of known angles, their symmetry, bins, mirror images."""
+"""Orientations between residues: against a chain of known angles, mirror images, bins; the head that predicts
+them: its loss against a hand count, gradients, files, training."""
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from tiny_openfold.proteins import geometry, orientations
-from tiny_openfold.proteins.geometry import CA, CB, C, N
+import tiny_openfold_v2 as tof
+from fusion_lab.training.models import read_model, save_model
+from tests.proteins.folds_at_hand import a_fold, turned
+from tests.proteins.test_batches import family, real
+from tests.support import run_program
+from tiny_openfold.proteins import batches, geometry, orientations, prediction
+from tiny_openfold.proteins.geometry import CA, CB, N
+from tiny_openfold.proteins.orientations import BINS, UNKNOWN, OrientationHead, bins_of
+
+SMALL = dict(msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1, num_seqs=4,
+             seq_len=6)
 
 
 @pytest.fixture
@@ -76,5 +86,180 @@ def test_bins_hold_their_angles(atoms):
         assert bins[name].max() < orientations.BINS[name]
 
 
-def test_beta_is_where_the_ideal_residue_has_it(atoms):
-    torch.testing.assert_close(orientations.beta(*(atoms[:, atom] for atom in (N, CA, C))), atoms[:, CB])
+# --- The head -------------------------------------------------------------------------------------------
+
+def test_loss_against_a_hand_count():
+    """One channel a bin; of three residues one has no backbone, so two pairs count."""
+    head, pair = OrientationHead(63), torch.zeros(1, 3, 3, 63)
+    with torch.no_grad():
+        head.projection.weight[:63] = torch.eye(63)
+    bins = torch.full((1, 3, 3, 3), UNKNOWN)
+    bins[0, 0, 1], bins[0, 1, 0] = torch.tensor([2, 5, 0]), torch.tensor([2, 24, 12])
+    pair[0, 0, 1, 2] = math.log(4)        # omega, from one side: it counts for both
+    pair[0, 0, 1, 25 + 5] = math.log(2)   # theta of (0, 1), not of (1, 0)
+    pair[0, 1, 0, 50 + 12] = math.log(3)  # phi of (1, 0)
+    pair[0, 2] = torch.arange(63.0)       # of pairs that nobody knows
+    found = head(pair, bins)
+    omega, theta, phi = 2 * math.log(28 / 4), math.log(26 / 2) + math.log(25), math.log(13) + math.log(15 / 3)
+    assert found["orientation_loss"].item() == pytest.approx((omega + theta + phi) / 2, rel=1e-5)
+    assert {name: found[name].shape[-1] for name in BINS} == BINS
+    assert torch.equal(found["omega"], found["omega"].transpose(1, 2))
+    assert found["theta"][0, 0, 1].argmax() == 5 and found["theta"][0, 1, 0].abs().max() == 0
+    assert set(head(pair, bins, only_loss=True)) == {"orientation_loss"}
+    assert set(head(pair)) == set(BINS)
+
+
+def test_a_batch_without_a_known_pair_costs_nothing():
+    head = OrientationHead(8)
+    with torch.no_grad():
+        head.projection.weight.normal_()
+    pair = torch.randn(2, 5, 5, 8, requires_grad=True)
+    loss = head(pair, torch.full((2, 5, 5, 3), UNKNOWN), only_loss=True)["orientation_loss"]
+    loss.backward()
+    assert loss.item() == 0 and pair.grad.abs().max() == 0 and head.projection.weight.grad.abs().max() == 0
+
+
+def test_gradients_of_float64():
+    generator = torch.Generator().manual_seed(1)
+    head = OrientationHead(5).double()
+    bins = torch.randint(0, 13, (1, 4, 4, 3), generator=generator)
+    bins[0, 2] = UNKNOWN
+    pair = torch.randn(1, 4, 4, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(64, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    def loss(pair, weight):
+        return torch.func.functional_call(head, {"projection.weight": weight},
+                                          (pair, bins, True))["orientation_loss"]
+    assert torch.autograd.gradcheck(loss, (pair, weight))
+
+
+def test_bins_stay_in_another_place_and_change_in_a_mirror():
+    atoms = a_fold()
+    bins = bins_of(atoms[:, :3])
+    expected = orientations.targets(*(atoms[:, atom] for atom in (geometry.N, geometry.CA, geometry.CB)))
+    assert bins.dtype == torch.int8 and bins.shape == (24, 24, 3)
+    for number, name in enumerate(BINS):  # the CB of the ideal residue is the fold's own
+        assert torch.equal(bins[..., number].long(), expected[name])
+    assert torch.equal(bins_of(turned(atoms)[:, :3]), bins)
+    image = bins_of((atoms * torch.tensor([1, 1, -1]))[:, :3])
+    near = bins[..., 0] > 0
+    assert (image[near] != bins[near]).any(-1).double().mean() > 0.9
+    missing = atoms[:, :3].clone()
+    missing[3, 2] = math.nan
+    known = bins_of(missing)
+    assert (known[3] == UNKNOWN).all() and (known[:, 3] == UNKNOWN).all()
+    others = torch.arange(24) != 3
+    assert torch.equal(known[others][:, others], bins[others][:, others])
+
+
+def model_of(**values):
+    torch.manual_seed(0)
+    return tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**SMALL, **values))
+
+
+def a_batch():
+    settings = tof.PROGRAM.settings(**SMALL, orientations=True, batch_size=2, device="cpu")
+    return tof.PROGRAM.data(settings).check_batch()
+
+
+def test_the_model_adds_a_weighted_term_that_ranks_can_weigh():
+    model, batch = model_of(orientations=True), a_batch()
+    found = model(**batch)
+    parts = [found["distogram_loss"], 0.3 * found["orientation_loss"],
+             tof.MASKED_MSA_WEIGHT * found["masked_msa_loss"]]
+    assert found["orientation_loss"].item() == pytest.approx(2 * math.log(25) + math.log(13))
+    torch.testing.assert_close(found["loss_terms"], torch.stack(parts))
+    torch.testing.assert_close(found["loss"], sum(parts))
+    counts = model.loss_counts(**batch)
+    assert counts.tolist() == [6 ** 2 + 5 ** 2, 6 ** 2 + 5 ** 2, (batch["msa_targets"] >= 0).sum()]
+    assert set(model(**batch, only_loss=True)) == {"loss", "loss_terms", "distogram_loss", "orientation_loss",
+                                                   "masked_msa_loss"}
+    bins = batch.pop("orientations")
+    without = model(**batch)  # which works, too
+    torch.testing.assert_close(without["loss"], found["distogram_loss"] + parts[2])
+    assert len(model.loss_counts(**batch)) == 2 and without["omega"].shape == (2, 6, 6, 25)
+    halves = [model(**{key: value[i:i + 1] for key, value in batch.items()}, orientations=bins[i:i + 1])
+              for i in range(2)]
+    together = (36 * halves[0]["orientation_loss"] + 25 * halves[1]["orientation_loss"]) / 61
+    torch.testing.assert_close(together, found["orientation_loss"])
+
+
+def test_without_the_flag_nothing_is_added_and_files_of_both_kinds_load(tmp_path):
+    plain, wide = model_of(), model_of(orientations=True)
+    extra = {"orientation_head.projection.weight", "orientation_head.projection.bias"}
+    assert set(wide.state_dict()) - set(plain.state_dict()) == extra
+    for name, model in (("plain", plain), ("wide", wide)):
+        save_model(tmp_path / name, tof.PROGRAM, model.state_dict(), model.config, {})
+        assert read_model(tmp_path / name, tof.PROGRAM).config.orientations is (name == "wide")
+
+
+@pytest.mark.parametrize("has", [False, True])
+def test_predictions_for_folding(has):
+    model, batch = model_of(orientations=has), dict(msa_tokens=torch.randint(0, 20, (1, 4, 6)))
+    given = tof.PROGRAM, model.state_dict(), model.config, batch, torch.device("cpu"), None
+    found = prediction.run_model(*given)
+    assert (BINS.keys() <= found.keys()) is has and found["distogram_logits"].shape == (6, 6, 64)
+    for name in BINS.keys() & found.keys():
+        assert found[name].shape == (6, 6, BINS[name]) and found[name].dtype == torch.float32
+
+
+# --- Real proteins, and training -----------------------------------------------------------------------
+
+def test_real_proteins_give_bins_of_their_crop():
+    atoms = a_fold()[:20, :4].float()
+    protein = family(length=20, unseen=[4])
+    protein.backbone = atoms.numpy().copy()
+    protein.backbone[4] = np.nan
+    for extra in (0, 3):
+        source = real([protein], orientations=True, batch_size=1)
+        source.extra = extra
+        batch = source.batch(0)
+        seen = int(batch["coord_mask"][0].argmax())  # residue s of the chain stands at x = s
+        start = int(batch["coords"][0, seen, 0]) - seen
+        expected = bins_of(protein.backbone[start:start + 8, :3])
+        assert torch.equal(batch["orientations"][0], expected) and (expected >= 0).any()
+        padded = real([protein], orientations=True, batch_size=1, seq_len=23)
+        padded.extra = extra
+        bins = padded.batch(0)["orientations"][0]
+        assert bins.shape == (23, 23, 3)
+        assert (bins[20:] == UNKNOWN).all() and (bins[:, 20:] == UNKNOWN).all()
+        assert torch.equal(bins[:20, :20], bins_of(protein.backbone[:, :3]))
+        groups = source.evaluation().values()
+        assert all("orientations" not in batch for group in groups for _, batch in group)
+
+
+def chains_of(path):
+    """A file of 40 chains that are pieces of one fold."""
+    atoms = torch.cat([a_fold(), turned(a_fold()) + 12])
+    xyz = torch.stack([atoms[k % 8:k % 8 + 40] for k in range(40)]).flatten(0, 1).mul(100).round()
+    np.savez(path, offset=40 * np.arange(41), xyz=xyz.to(torch.int16).numpy(),
+             index=np.tile(np.arange(40), 40), near_families=np.zeros(40, bool))
+    return path
+
+
+@pytest.mark.slow
+def test_training_lowers_the_loss_of_orientations(tmp_path):
+    """As a user does it: real folds, then the loss on a later batch, before and after."""
+    sizes = dict(num_blocks=1, num_seqs=4, seq_len=24, batch_size=2, msa_dim=16, pair_dim=16, msa_heads=2,
+                 pair_heads=2, outer_product_dim=4, synthetic_world="natural",
+                 real_folds=str(chains_of(tmp_path / "chains.npz")), seed=3, device="cpu")
+    flags = [word for name, value in sizes.items() for word in (f"--{name.replace('_', '-')}", value)]
+    done = run_program("tiny_openfold_v2.py", *flags, "--orientations", "--num-steps", 40, "--learning-rate",
+                       "5e-3", "--save-checkpoint", tmp_path / "c.pt", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "50% of the folds are pieces of 37 real chains, 3 held out" in done.stdout
+    saved = read_model(tmp_path / "c.pt", tof.PROGRAM)
+    settings = tof.PROGRAM.settings(**sizes, orientations=True)
+    source, model = batches.open_source(settings), tof.TinyOpenFoldV2(settings.model)
+    later = [source.batch(step) for step in range(100, 104)]
+
+    def loss():
+        with torch.no_grad():
+            return float(np.mean([model(**batch)["orientation_loss"] for batch in later]))
+    before = loss()
+    model.load_state_dict(saved.weights)
+    assert saved.config.orientations and loss() < 0.9 * before
+    for argument in ("--resume", "--init-from"):  # without the flag: one line says which is missing
+        again = run_program("tiny_openfold_v2.py", *flags, argument, tmp_path / "c.pt", "--num-steps", 41,
+                            cwd=tmp_path)
+        assert again.returncode == 2 and "--orientations" in again.stderr and again.stderr.count("\n") == 1

@@ -2,7 +2,6 @@
 import torch
 
 import tiny_openfold_v2 as tof
-from tiny_openfold.proteins import seam
 
 SIZES = dict(msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
 
@@ -42,21 +41,3 @@ def test_start_lines_name_sizes_kernels_and_counts():
     assert lines["last"] == "Kernel Reduction: 80.0% (36 fewer kernels) [nominal]"
     assert lines["remarks"] == dict(enable_flash_attention="math on CPU; columns: sdpa: flash on CPU")
     assert trainer.model.statistics() == trainer.model.get_fusion_statistics()
-
-
-def test_which_attention_a_model_names(monkeypatch):
-    heard = []
-
-    def in_words(*given, **parts):
-        heard.append((given, parts))
-        return words
-    monkeypatch.setattr(seam.attention_choice, "in_words", in_words)
-    sizes = dict(msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=3, seq_len=9, num_seqs=5)
-    model, words = model_of(**sizes), "sdpa"
-    parts = dict(pair=(9, 4, True), rows=(9, 4, True), columns=(5, 4, False))
-    assert model.attention_kernel() == model.attention_kernel(torch.bfloat16) == "sdpa"
-    assert heard == [(("auto", False, False, dtype), parts) for dtype in (torch.float32, torch.bfloat16)]
-    model = model_of(tof.FusionConfig(enable_triton_attention=True), **sizes)
-    assert model.attention_kernel() == "sdpa" and heard[-1][0][1] is True
-    words = "triton_attention"
-    assert model.attention_kernel() == "triton_attention; MSA, pair: projections by the library"

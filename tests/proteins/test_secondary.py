@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 
+from tests.proteins.folds_at_hand import chain
 from tests.support import require_shared
 from tiny_openfold.proteins import files
 from tiny_openfold.proteins.secondary import secondary_structure
@@ -33,32 +34,11 @@ def test_helices_and_strands_are_those_of_the_files_records(folder, file, kind, 
         assert expected[found].mean() >= share
 
 
-def chain_of(size, phi, psi):
-    """(size, 4, 3) backbone N, CA, C, O with these torsion angles in degrees."""
-    atoms = [np.array(p, float) for p in ((0, 0, 0), (1.46, 0, 0), (2, 1.42, 0))]
-
-    def add(a, b, c, length, angle, torsion):
-        """Position of an atom bound to c, from bond length, angle b-c-new and torsion a-b-c-new."""
-        angle, torsion = np.radians(180 - angle), np.radians(torsion)
-        along = (c - b) / np.linalg.norm(c - b)
-        normal = np.cross(b - a, along)
-        normal /= np.linalg.norm(normal)
-        return c + length * (np.cos(angle) * along + np.sin(angle) * np.cos(torsion) * np.cross(normal, along)
-                             + np.sin(angle) * np.sin(torsion) * normal)
-
-    for _ in range(size):
-        atoms.append(add(*atoms[-3:], 1.33, 116.6, psi))    # N
-        atoms.append(add(*atoms[-3:], 1.46, 121.7, 180.0))  # CA
-        atoms.append(add(*atoms[-3:], 1.53, 111.0, phi))    # C
-    residues = np.stack(atoms[:3 * size]).reshape(size, 3, 3)
-    oxygen = [add(*residue, 1.23, 120.5, psi + 180) for residue in residues]
-    return np.concatenate([residues, np.stack(oxygen)[:, None]], axis=1)
-
-
 def test_a_helix_is_bonds_four_residues_apart():
-    backbone = chain_of(14, -57, -47)
+    backbone = chain([(-57, -47)] * 14)[:, :4].numpy()
     assert secondary_structure("A" * 14, backbone) == "-HHHHHHHHHHHH-"
     assert secondary_structure("P" * 14, backbone) == 14 * "-"  # proline gives no bond
-    assert secondary_structure("A" * 14, chain_of(14, -120, 130)) == 14 * "-"  # one strand has no partner
+    strand = chain([(-120, 130)] * 14)[:, :4].numpy()
+    assert secondary_structure("A" * 14, strand) == 14 * "-"  # it has no partner
     for size in (1, 2, 4):
         assert secondary_structure("A" * size, backbone[:size]) == size * "-"

@@ -65,15 +65,6 @@ def test_definitions():
     assert sm.rmsd(turned, true) == pytest.approx(best)
 
 
-def test_a_search_starts_from_pieces_and_keeps_three_atoms(monkeypatch):
-    assert sm.fragments(9).sum(1).tolist() == [9, 4, 4, 4, 4]
-    least, really = [], sm.superposed
-    monkeypatch.setattr(sm, "superposed", lambda model, true, chosen: (
-        least.append(chosen.sum(1).min()) or really(model, true, chosen)))
-    sm.searched(a_trace(12, 1), a_trace(12), lambda away: -away.mean(1), cutoff=0)
-    assert len(least) > 1 and min(least) == sm.FEWEST
-
-
 def test_residues_without_coordinates_are_left_out():
     true, model = a_trace(), a_trace() + np.random.default_rng(3).normal(size=(80, 3))
     true[10:20] = np.nan

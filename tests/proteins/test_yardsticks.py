@@ -13,7 +13,6 @@ def test_near_copies_share_their_weight(monkeypatch):
     assert sequence_weights(rows) == pytest.approx(expected)
     monkeypatch.setattr(yardsticks, "BLOCK", 2)
     assert sequence_weights(rows) == pytest.approx(expected)
-    assert sequence_weights(rows, identity=1.0) == pytest.approx(np.ones(5))
 
 
 def test_rows_are_drawn_with_the_query_first():

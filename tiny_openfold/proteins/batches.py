@@ -17,13 +17,11 @@ from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.program import Data
 from tiny_openfold.proteins import contacts, files
-from tiny_openfold.proteins.coordinates import require_coordinates, sentence
+from tiny_openfold.proteins.coordinates import located, require_coordinates
 from tiny_openfold.proteins.files import GAP, MASK
-from tiny_openfold.proteins.folds import Folds, Piece
+from tiny_openfold.proteins.folds import Folds, Piece, RealFolds
 from tiny_openfold.proteins.natural import GraphedWorld, natural_alignments
-from tiny_openfold.proteins.orientation_heads import bins_of
-from tiny_openfold.proteins.orientations import BINS, UNKNOWN
-from tiny_openfold.proteins.real_folds import RealFolds
+from tiny_openfold.proteins.orientations import BINS, UNKNOWN, bins_of
 from tiny_openfold.proteins.relatives import learned_from
 from tiny_openfold.proteins.synthetic import synthetic_proteins
 
@@ -246,8 +244,10 @@ class RealProteins(Proteins):
         names = ", ".join(map(printable, self.left_out))
         strays = f"; left out for want of a partner: {names}" if names else ""
         validated = f", {len(self.validation)} for validation" if self.validation else ""
+        families = self.by_name.values()
         return (f"{len(self.families)} real proteins{validated}, {len(self.held_out)} held out; "
-                f"{sentence(self.by_name.values())}{strays}")
+                f"{sum(map(located, families))} of {sum(one.length for one in families)} residues have "
+                f"coordinates{strays}")
 
     def structure(self, name):
         return self.by_name[name]

@@ -6,8 +6,7 @@ import numpy as np
 from fusion_lab.training import torchrun
 from fusion_lab.training.files import UserError, printable
 
-FEW = 0.5   # share of a protein's residues below which there is a warning
-NAMED = 4   # proteins in a line, at most
+FEW = 0.5  # share of a protein's residues below which there is a warning
 
 
 def located(protein):
@@ -15,17 +14,10 @@ def located(protein):
     return int(np.isfinite(protein.coords).all(axis=1).sum())
 
 
-def sentence(proteins):
-    return (f"{sum(map(located, proteins))} of {sum(protein.length for protein in proteins)} residues have "
-            "coordinates")
-
-
 def below(proteins, share):
     """The proteins less than such a share of which has coordinates, in words; "" if there are none."""
-    found = [protein for protein in proteins if located(protein) < share * protein.length]
-    named = ", ".join(f"{printable(protein.name)} ({located(protein)} of {protein.length} residues)"
-                      for protein in found[:NAMED])
-    return named + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
+    return ", ".join(f"{printable(protein.name)} ({located(protein)} of {protein.length} residues)"
+                     for protein in proteins if located(protein) < share * protein.length)
 
 
 def require_coordinates(proteins, least):

@@ -234,7 +234,6 @@ def read_alignment(path, query=None):
 
 # --- Structures -----------------------------------------------------------------------------------------
 
-FARTHEST = 1e6      # Å from the origin
 BROKEN = 4.5        # Å between successive CA atoms; 3.8 in a trans, 2.9 in a cis peptide
 MIN_IDENTITY = 0.9  # of two sequences said to be one: point mutants pass, homologues do not
 
@@ -282,10 +281,6 @@ def _parse_structure(path):
         raise UserError(f"{path}: not a readable PDB or mmCIF file: {reason}") from None
     if not len(structure) or not structure[0].count_atom_sites():
         raise UserError(f"{path}: not {containers.STRUCTURE}; it begins with {containers.begins(data)}")
-    box = structure.calculate_box()
-    farthest = max(map(abs, (*box.minimum.tolist(), *box.maximum.tolist())))
-    if farthest > FARTHEST and box.minimum.x <= box.maximum.x:  # it has atoms
-        raise UserError(f"{path}: an atom {farthest:g} Å from the origin; the file is damaged")
     return structure
 
 

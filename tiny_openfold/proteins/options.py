@@ -11,25 +11,13 @@ OF_PREDICTIONS = ("structure", "query", "min_coordinates", "resume", "eval_seqs"
 
 
 @dataclass(frozen=True)
-class Families(options.TrainingConfig):
-    """Real proteins, and which are held out."""
+class TrainingConfig(options.TrainingConfig):
+    """Real proteins and which are held out, built-in ones, pictures, predictions."""
     data: str = option(None, "directory of real proteins: NAME.cif or NAME.pdb beside an alignment NAME.a3m, "
                              ".sto or .fasta", type=str, metavar="DIR")
     holdout: str = option(None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
     holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
                                      type=float)
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("holdout", "holdout_fraction"):
-            self.require(name, "data")
-        if self.holdout and self.holdout_fraction is not None:
-            self.refuse("holdout", "allowed without --holdout-fraction only")
-
-
-@dataclass(frozen=True)
-class Drawn(Families):
-    """What is drawn from them, and built-in ones."""
     synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners) or "
                                   "natural (Potts models of folds, along a tree)",
                                   choices=("paired", "natural"))
@@ -42,11 +30,6 @@ class Drawn(Families):
     validate_fraction: float = option(None, "share of the families neither trained on nor held out, whose "
                                             "contact precision decides for --early-stopping and --save-best",
                                       low=1e-6, below=1.0, type=float)
-
-
-@dataclass(frozen=True)
-class TrainingConfig(Drawn):
-    """One protein, pictures, predictions."""
     msa: str = option(None, "alignment of one real protein", type=str, metavar="FILE")
     structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE")
     query: str = option(None, "name of the query row in --msa, --contacts or --fold; default: the "
@@ -66,6 +49,8 @@ class TrainingConfig(Drawn):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.holdout and self.holdout_fraction is not None:
+            self.refuse("holdout", "allowed without --holdout-fraction only")
         predicts = self.contacts is not None or self.fold is not None
         if not predicts and (self.msa is None) != (self.structure is None):
             given, missing = (("msa", "--structure") if self.msa else
@@ -73,7 +58,8 @@ class TrainingConfig(Drawn):
             self.refuse(given, f"must come together with {missing}")
         if self.output is not None and not predicts:
             self.refuse("output", "needs --contacts or --fold")
-        for name, needed in (("validate_fraction", "data"), ("early_stopping", "validate_fraction"),
+        for name, needed in (("holdout", "data"), ("holdout_fraction", "data"), ("validate_fraction", "data"),
+                             ("early_stopping", "validate_fraction"),
                              ("save_best", "validate_fraction"), *[("query", "msa")] * (not predicts)):
             self.require(name, needed)
         if self.data and self.msa:

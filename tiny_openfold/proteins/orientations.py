@@ -1,17 +1,22 @@
 """How two residues stand to each other: the angles of trRosetta (Yang et al. 2020,
-doi:10.1073/pnas.1914677117).
+doi:10.1073/pnas.1914677117), and the head that predicts them from the pair representation.
 
     found = between(n, ca, cb)                 # dict of omega, theta, phi, (L, L) each, radians
     bins = targets(n, ca, cb)                  # dict of the same names, (L, L) each, for cross entropy
 
 With CB-CB distances, omega, theta and phi of (i, j) and of (j, i) say where the frame of j stands in that of
 i. Omega is the same from both sides; theta and phi are not. Mirror images have the opposite omega and theta.
-Letters in shapes: ... any batch, L residues. Lengths in Å.
+The true bins of a batch are made beside the training, on the CPU and in float32 (bins_of). So no angle is
+computed in low precision, and a step stays one CUDA graph. Letters in shapes: ... any batch, L residues.
+Lengths in Å.
 """
 import math
 
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
+from fusion_lab.kernels.precision import at_least_float32
 from tiny_openfold.proteins import geometry
 
 FAR = 20.0                    # Å between CB atoms; bin 0 is that far or farther
@@ -19,6 +24,8 @@ WIDTH = math.radians(15)      # of all other bins
 FIRST = dict(omega=-math.pi, theta=-math.pi, phi=0.0)  # lower edge of bin 1
 BINS = dict(omega=25, theta=25, phi=13)                # bin 0 among them
 UNKNOWN = -100                # what cross entropy leaves out
+ORIENTATION_WEIGHT = 0.3  # of the sum of three cross entropies, beside the distogram's
+SPARE = -sum(BINS.values()) % 8  # outputs that nothing reads: fast GEMMs want a multiple of 8
 
 
 def beta(n, ca, c):
@@ -56,3 +63,45 @@ def targets(n, ca, cb):
         inside = 1 + ((angle - FIRST[name]) / WIDTH).floor().long().clamp(0, BINS[name] - 2)
         bins[name] = torch.where(near, inside, 0).masked_fill(unknown, UNKNOWN)
     return bins
+
+
+class OrientationHead(nn.Module):
+    """One linear layer for all three angles. Omega is the same from both sides, so its logits are those of
+    (i, j) and (j, i) added. It begins at zero: every bin is equally probable."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.projection = nn.Linear(channels, sum(BINS.values()) + SPARE)
+        nn.init.zeros_(self.projection.weight)
+        nn.init.zeros_(self.projection.bias)
+
+    def forward(self, pair, bins=None, only_loss=False):
+        """pair (B, S, S, c_z); bins (B, S, S, 3), UNKNOWN where nothing is known. Returns a dict: unless
+        only_loss, logits omega, theta, phi (B, S, S, bins); with bins, orientation_loss, 0 where none is
+        known."""
+        logits = self.projection(pair)
+        logits = logits.to(at_least_float32(logits.dtype))
+        omega, theta, phi, _ = logits.split([*BINS.values(), SPARE], dim=-1)
+        found = dict(omega=omega + omega.transpose(1, 2), theta=theta, phi=phi)
+        losses = {}
+        if bins is not None:
+            bins = bins.long()
+            nll = sum(F.cross_entropy(angle.flatten(0, 2), bins[..., i].flatten(), ignore_index=UNKNOWN,
+                                      reduction="none").view(bins.shape[:3])
+                      for i, angle in enumerate(found.values()))
+            known = (bins[..., 0] >= 0).to(nll.dtype)  # the same pairs for all three
+            losses["orientation_loss"] = mean(nll.sum(-1), known.sum(-1))
+        return losses if only_loss else found | losses
+
+
+def mean(nll, asked):
+    """A loss over what is asked for; 0 where nothing is."""
+    return nll.sum() / asked.sum().clamp(min=1)
+
+
+def bins_of(backbone):
+    """int8 bins (..., S, S, 3) of omega, theta, phi, for atoms N, CA, C (..., S, 3, 3) in Å, NaN where there
+    is none. CB stands where L-amino acids have it, for glycine, too."""
+    n, ca, c = torch.as_tensor(backbone).unbind(-2)
+    found = targets(n, ca, beta(n, ca, c))
+    return torch.stack(list(found.values()), dim=-1).to(torch.int8)

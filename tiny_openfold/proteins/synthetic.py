@@ -21,15 +21,15 @@ def random_chains(noise):
     return decay @ steps
 
 
-def match_contacts(coords, priority, rounds=4):
+def match_contacts(coords, priority):
     """Match residues in contact at random, each at most once: partner (B, S), itself where there is none.
-    In each round the pairs that prefer each other (by priority (B, S, S)) are taken."""
+    In each of four rounds the pairs that prefer each other (by priority (B, S, S)) are taken."""
     position = np.arange(coords.shape[1])
     distances = np.linalg.norm(coords[:, :, None] - coords[:, None], axis=-1)  # (B, S, S)
     far_apart = np.abs(position[:, None] - position[None, :]) >= SEPARATION
     weight = (priority + priority.transpose(0, 2, 1)) * ((distances < CONTACT_DISTANCE) & far_apart)
     partner = np.broadcast_to(position, weight.shape[:2]).copy()
-    for _ in range(rounds):
+    for _ in range(4):
         best = weight.argmax(axis=2)  # (B, S)
         wanted = np.take_along_axis(weight, best[:, :, None], axis=2)[:, :, 0] > 0
         mutual = (np.take_along_axis(best, best, axis=1) == position) & wanted

@@ -4,7 +4,8 @@ Tokens are those of files.py; letters in shapes: R alignment rows, S residues.
 """
 import numpy as np
 
-BLOCK = 1000  # rows that are compared with all others at once
+BLOCK = 1000    # rows that are compared with all others at once
+IDENTITY = 0.8  # rows that agree in this share of the columns count as one
 
 
 def some_rows(msa, most, seed=0):
@@ -15,14 +16,14 @@ def some_rows(msa, most, seed=0):
     return msa[np.append(0, others[:most - 1])]
 
 
-def sequence_weights(msa, identity=0.8):
-    """(R,) 1 / the number of rows that have at least this share of columns in common with a row, itself among
-    them; gaps count as letters. So a clade of near copies counts as one (Morcos et al. 2011,
+def sequence_weights(msa):
+    """(R,) 1 / the number of rows that have at least IDENTITY of the columns in common with a row, itself
+    among them; gaps count as letters. So a clade of near copies counts as one (Morcos et al. 2011,
     doi:10.1073/pnas.1111471108); the sum is the effective number of rows."""
     states = int(msa.max()) + 1
     letters = np.zeros((len(msa), msa.shape[1] * states), np.float32)  # one-hot
     np.put_along_axis(letters, np.arange(msa.shape[1]) * states + msa.astype(np.int64), 1, axis=1)
-    needed = identity * msa.shape[1] - 1e-6
+    needed = IDENTITY * msa.shape[1] - 1e-6
     count = np.zeros(len(msa))
     for start in range(0, len(msa), BLOCK):
         block = letters[start:start + BLOCK]
