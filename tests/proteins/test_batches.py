@@ -9,7 +9,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
 from tiny_openfold.proteins import batches, contacts, structure_metrics
 from tiny_openfold.proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt
-from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, MASK
+from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, MASK, Protein
 from tiny_openfold.proteins.synthetic import (
     PARTNER,
     match_contacts,
@@ -210,9 +210,9 @@ def source_of(monkeypatch):
     """A source of so many families, which differ in their residues."""
     def make(count=12, **values):
         place = np.arange(16)
-        families = [SimpleNamespace(
-            name=f"f{i}", length=16, msa=((np.arange(5)[:, None] + place + i) % 20).astype(np.uint8),
-            coords=np.stack([place, 4.0 * place, 0 * place + i], 1).astype(np.float32)) for i in range(count)]
+        families = [Protein(
+            f"f{i}", ((np.arange(5)[:, None] + place + i) % 20).astype(np.uint8),
+            np.stack([place, 4.0 * place, 0 * place + i], 1).astype(np.float32)) for i in range(count)]
         monkeypatch.setattr(batches.files, "load_families", lambda path, strays: families)
         return batches.RealProteins(settings_of(num_seqs=4, seq_len=16, batch_size=4, data="x", **values))
     return make
