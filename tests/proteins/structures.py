@@ -1,4 +1,9 @@
-"""Structures made up for tests: PDB lines of an extended chain, and the same as mmCIF."""
+"""Structures made up for tests: PDB lines of an extended chain, and the same as mmCIF; what tests of readers
+ask."""
+import pytest
+
+from fusion_lab.training.files import UserError
+from tiny_openfold.proteins import files
 
 CODES = dict(zip("ACDEFGHIKLMNPQRSTVWYmsu", (
     "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR MSE SEP UNK").split(),
@@ -39,3 +44,14 @@ def as_cif(path):
     structure.assign_label_seq_id()
     structure.make_mmcif_document().write_file(str(path.with_suffix(".cif")))
     return path.with_suffix(".cif")
+
+
+def letters(msa):
+    return ["".join(files.LETTERS[token] for token in row) for row in msa]
+
+
+def one_line_error(call, *args, **kwargs):
+    with pytest.raises(UserError) as caught:
+        call(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

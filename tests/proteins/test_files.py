@@ -1,7 +1,5 @@
 """protein_data against real files with known answers, and against each way such a file can differ."""
-import bz2
 import gzip
-import lzma
 import re
 import shutil
 import subprocess
@@ -9,11 +7,15 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fusion_lab.training.files import MISSING, UserError
-from tests.proteins.structures import CODES, as_cif, atom, model, write, write_model
+from tests.properties import cases
+from tests.proteins.structures import CODES, as_cif, atom, letters, model, one_line_error, write, write_model
 from tests.support import ROOT, require_shared
 from tiny_openfold.proteins import files
+from tiny_openfold.proteins.alignments import parse_alignment
 from tiny_openfold.proteins.files import (
     load_families,
     load_protein,
@@ -28,10 +30,6 @@ def data(*parts):
     return require_shared("data", *parts)
 
 
-def letters(msa):
-    return ["".join(files.LETTERS[token] for token in row) for row in msa]
-
-
 def contact_share(coords, places=None):
     """Share of CB < 8 Å among residue pairs at least six apart."""
     places = np.arange(len(coords)) if places is None else places
@@ -42,13 +40,6 @@ def contact_share(coords, places=None):
 
 def columns_with_coords(coords):
     return np.flatnonzero(np.isfinite(coords).all(1)).tolist()
-
-
-def one_line_error(call, *args, **kwargs):
-    with pytest.raises(UserError) as caught:
-        call(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # --- Real pairs -----------------------------------------------------------------------------------------
@@ -150,7 +141,7 @@ def test_raw_alignment_without_its_query_first_names_the_row_to_ask_for(tmp_path
     fasta, pdb = data("pairs/PF00708.align.80.fasta"), data("pairs/3BR8_A.pdb")
     error = one_line_error(load_protein, fasta, pdb)
     row = re.search(r"--query '([^']+)'", error)[1]
-    names, rows, _ = files._parse_alignment(fasta)
+    names, rows, _ = parse_alignment(fasta)
     assert names.index(row) == 145 and "3BR8_A.pdb" in error and "PF00708" in error
     protein = load_protein(fasta, pdb, query=row)
     assert protein.sequence == rows[145].decode().replace("-", "")
@@ -179,205 +170,6 @@ def test_interleaved_stockholm_follows_its_first_sequence():
     assert letters(msa)[0].startswith("VHLTPEEKSAVTALWGKVNVDEVGGEALGRLLVVYPWTQRFFESFGDLSTPDAVMGNPKVKAHGKKVLG")
     myoglobin = read_alignment(data("nasty/globins4.sto"), query="MYG_PHYCA")
     assert myoglobin.shape == (4, 153) and letters(myoglobin)[0].endswith("DIAAKYKELGYQG")
-
-
-# --- Alignments, one way to differ at a time ------------------------------------------------------------
-
-PLAIN = ["ACDEF", "AC-EF", "GHIKL"]
-SAME_ALIGNMENT = {  # file name, content: all the same three rows
-    "plain": ("x.a3m", ">q\nACDEF\n>a\nAC-EF\n>b\nGHIKL\n"),
-    "insertions": ("x.a3m", ">q\nACDEF\n>a\nACgg-EFwww\n>b\naGHIKL\n"),
-    "masked query": ("x.a3m", ">q\nACdeF\n>a\nACgg-EF\n>b\nGHIKL\n"),
-    "masked columns": ("x.a2m", ">q\nACdeF\n>a\nAC.eF\n>b\nGHikL\n"),
-    "padded insertions": ("x.a2m", ">q\nAC..DEF\n>a\nACgg-EF\n>b\nGH.wIKL\n"),
-    "dots as gaps": ("x.a3m", ">q\nACDEF\n>a\nACk.EF\n>b\nGHIKL\n"),
-    "colabfold line": ("x.a3m", "#5\t1\n>101\nACDEF\n>a\t12\t0.5\nAC-EF\n>b\nGHIKL\n"),
-    "colabfold homodimer": ("x.a3m", "#5\t2\n>101\nACDEF\n>a\nAC-EF\n>b\nGHIKL\n"),
-    "NUL behind it": ("x.a3m", "\0>101\nACDEF\n>a\nAC-EF\n>b\nGHIKL\n\0\n"),
-    "odd headers": ("x.a3m", ">>q\nACDEF\n>\nAC-EF\n> \tb\tc\nGHIKL\n"),
-    "headers that are no text": ("x.a3m", b">q\xff\xe9\nACDEF\n>\x80\nAC-EF\n>b\nGHIKL\n"),
-    "secondary structure": ("x.a3m", ">ss_pred\nHHHHC\n>ss_conf\n98765\n>q\nACDEF\n>a\nAC-EF\n>b\nGHIKL\n"),
-    "columns without query": ("x.a3m", ">q\nA-CDEF\n>a\nAWC-EF\n>b\nGWHIKL\n"),
-    "lowercase query of an A3M": ("x.a3m", ">q\nacdef\n>a\nAC-EF\n>b\nGHIwKL\n"),
-    "all lowercase A3M": ("x.a3m", ">q\nacdef\n>a\nac-ef\n>b\nghikl\n"),
-    "wrapped, spaced, blank lines": ("x.a3m", "\n>q\nACD\nEF\n\n>a\nAC-\n EF \n\n>b\nGHI KL"),
-    "windows": ("x.a3m", "\ufeff>q\r\nACDEF\r\n>a\r\nAC-EF\r\n>b\r\nGHIKL\r\n"),
-    "utf-16": ("x.a3m", ">q\nACDEF\n>a\nAC-EF\n>b\nGHIKL\n".encode("utf-16")),
-    "old mac": ("x.fasta", ">q\rACDEF\r>a\rAC-EF\r>b\rGHIKL\r"),
-    "end marks": ("x.fasta", ">q\nACDEF*\n>a\nAC-EF\n>b\nGHIKL*\n//\n"),
-    "fasta in lowercase": ("x.FA", ">q\nacdef\n>a\nac~ef\n>b\nGHikl\n"),
-    "fasta that is A3M": ("x.fasta", ">q\nACDEF\n>a\nACgg-EF\n>b\nGHIKL\n"),
-    "stockholm": ("x.sto", "# STOCKHOLM 1.0\n#=GF ID x\n#=GS b DE hit\n#=GS q DE query\n"
-                           "q ACDEF\n#=GR q PP 99999\na AC.EF\nb ghikl\n#=GC RF xxxxx\n//\n"),
-    "stockholm interleaved": ("x.stk", "# STOCKHOLM 1.0\r\n\r\nq ACD\r\na AC-\r\nb GHI\r\n#=GC SS CCC\r\n\r\n"
-                                       "q EF\r\n#=GR q PP 99\r\na EF\r\nb KL\r\n//\r\n"),
-    "stockholm inserts": ("x.sto", "# STOCKHOLM 1.0\nq A..CDEF\na AwwC.EF\nb G.wHIKL\n"),
-    "stockholm by content": ("x.txt", b"\n# STOCKHOLM 1.0\nq\xff ACDEF\na AC-EF\nb GHIKL\n//\n"),
-    "clustal": ("x.aln", "CLUSTAL W (1.83)\n\n\nq   ACD 3\na   AC- 2\nb   GHI 3\n    * :\n\n"
-                         "q   EF 5\na   EF 4\nb   KL 5\n"),
-    "muscle": ("x.clw", "MUSCLE (3.8) multiple sequence alignment\n\n\nq ACDEF\na AC-EF\nb GHIKL\n"),
-}
-PACKED = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
-
-
-@pytest.mark.parametrize("case", SAME_ALIGNMENT)
-def test_same_alignment_in_every_dress(case, tmp_path):
-    name, text = SAME_ALIGNMENT[case]
-    for suffix, pack in PACKED.items():
-        content = text if isinstance(text, bytes) else text.encode()
-        msa = read_alignment(write(tmp_path / (name + suffix), pack(content)))
-        assert letters(msa) == PLAIN and msa.dtype == np.uint8
-
-
-COMPLEX = ("#3,2\t1,1\n>101\t102\nACDEF\n>a\tb\nACg-EF\n>101\nACD--\n>c\nMKL--\n>102\n---EF\n>d\n---Wy.F\n")
-SEVERAL = {  # file name, content, {query: rows}
-    "complex of ColabFold": ("x.a3m", COMPLEX, {"101": ["ACD", "AC-", "ACD", "MKL"],
-                                                "102": ["EF", "EF", "EF", "WF"]}),
-    "of one length, NUL between": ("x.a3m", ">101\nACDEF\n>a\nAC-EF\n\0>102\nWYWYW\n\0",
-                                   {"101": ["ACDEF", "AC-EF"], "102": ["WYWYW"]}),
-    "of two lengths, NUL between": ("x.a3m", ">101\nACDEF\n\0>102\nWYW\n>b\nWYY\n\0",
-                                    {"101": ["ACDEF"], "102": ["WYW", "WYY"]}),
-    "stockholm": ("x.sto", "# STOCKHOLM 1.0\n101 AC\n//\n# STOCKHOLM 1.0\n102 WW\na W-\n//\n",
-                  {"101": ["AC"], "102": ["WW", "W-"]})}
-
-
-@pytest.mark.parametrize("case", SEVERAL)
-def test_of_several_alignments_in_a_file_one_must_be_chosen(case, tmp_path):
-    name, text, expected = SEVERAL[case]
-    path = write(tmp_path / name, text)
-    for wrong in (None, "103"):
-        error = one_line_error(read_alignment, path, wrong)
-        assert "101" in error and "102" in error and "--query" in error
-    assert {query: letters(read_alignment(path, query)) for query in expected} == expected
-
-
-def test_searches_of_several_databases_for_one_query_are_one_alignment(tmp_path):
-    path = write(tmp_path / "x.a3m", ">101\nACDEF\n>a\nAC-EF\n\0>101\nACDEF\n>b\nGHIKL\n\0")
-    assert letters(read_alignment(path)) == ["ACDEF", "AC-EF", "ACDEF", "GHIKL"]
-
-
-def test_every_letter_has_its_token(tmp_path):
-    everything = "ACDEFGHIKLMNPQRSTVWYXBZUJO"
-    msa = read_alignment(write(tmp_path / "x.fasta", f">q\n{everything}\n>a\n{everything.lower()}\n"))
-    assert msa.tolist() == 2 * [[*range(21), 2, 3, 1, 20, 20]]
-    gaps = read_alignment(write(tmp_path / "y.fasta", ">q\nAAAA\n>a\n-.~C\n"))
-    assert gaps[1].tolist() == [21, 21, 21, 1]
-    assert files.AMINO_ACIDS == "ACDEFGHIKLMNPQRSTVWY"
-
-
-def test_a_stop_codon_is_a_residue_unless_it_ends_the_chain(tmp_path):
-    path = write(tmp_path / "x.fasta", ">q\nAC*EF*\n>a\nACDEF\n>b\nACDEF*\n")
-    assert letters(read_alignment(path)) == ["ACXEF", "ACDEF", "ACDEF"]
-
-
-def test_a_name_twice_in_one_stockholm_block_is_two_rows(tmp_path):
-    text = "# STOCKHOLM 1.0\n\nq AC\nq AC\na A-\n\nq DE\nq DE\na DE\n//\n"
-    for content in (text, text.replace("\n", "\r\n")):
-        assert letters(read_alignment(write(tmp_path / "x.sto", content))) == ["ACDE", "ACDE", "A-DE"]
-
-
-@pytest.mark.parametrize("query, first", [
-    ("b", "GHIKL"), ("b a long header", "GHIKL"), ("P1/1-5", "AC-EF"), ("P1", "AC-EF"), ("P12345", "MMMM-"),
-    ("sp|P", "MMMM-"), ("SHORT", "WWWWW"), ("twice", "ACDEF"), ("TAIL", "FFFFF"),
-])
-def test_query_by_name(query, first, tmp_path):
-    path = write(tmp_path / "x.fasta", ">twice\nACDEF\n>P1/1-5 x\nAC-EF\n>P10/1-5\nYYYYY\n"
-                                       ">b a long header\nGHIKL\n>sp|P12345|NAME_X\nMMMM-\n"
-                                       ">SHORT_TAIL\nWWWWW\n>twice\nACDEF\n>>TAIL\nFFFFF\n")
-    msa = read_alignment(path, query)
-    kept = [i for i, letter in enumerate(first) if letter != "-"]
-    assert letters(msa)[0] == first.replace("-", "") and msa.shape == (8, len(kept))
-    if query != "twice":
-        assert letters(msa)[1] == "".join("ACDEF"[i] for i in kept)  # the others keep their order
-
-
-def test_query_that_is_no_row_or_several(tmp_path):
-    path = write(tmp_path / "x.fasta", ">P1/1-5\nACDEF\n>P2/1-5\nAC-EF\n>P2/7-11\nGHIKL\n")
-    error = one_line_error(read_alignment, path, "Q")
-    assert str(path) in error and "'Q' is not a row" in error and "P1/1-5" in error
-    error = one_line_error(read_alignment, path, "P2")
-    assert "several" in error and "P2/1-5" in error and "P2/7-11" in error and "P1" not in error
-    assert "no names" in one_line_error(read_alignment, write(tmp_path / "x.a3m", ">\nAC\n"), "q")
-
-
-def test_an_alignment_alone_is_a_protein_without_coordinates(tmp_path):
-    path = write(tmp_path / "x.1.fasta", ">a\nACDEF\n>b\nA-DEF\n")
-    protein = files.load_alignment(path, "b")
-    assert (protein.name, letters(protein.msa)) == ("x.1", ["ADEF", "ADEF"])
-    assert protein.numbers == ("1", "2", "3", "4") and np.isnan(protein.coords).all()
-    assert protein.coords.shape == (4, 3) and protein.coords.dtype == np.float32
-
-
-BAD_ALIGNMENTS = {  # file name, content, what the message must say
-    "short row": ("x.a3m", ">q\nACDEF\n>a\nACDEF\n>hit 3\nACEF\n",
-                  ["row 2", "'hit 3'", "4 match columns", "expected 5"]),
-    "a3m of equal lengths": ("x.a3m", ">q\nACDEF\n>hit\nACdEF\n", ["row 1 ('hit')", "4 match", "expected 5"]),
-    "unaligned": ("x.fasta", ">q\nACDEF\n>hit\nACDEFGHI\n", ["row 1 ('hit')", "8 columns", "expected 5"]),
-    "row without sequence": ("x.a3m", ">q\nACDEF\n>hit\n", ["row 1 ('hit')", "0 match", "expected 5"]),
-    "stockholm": ("x.sto", "# STOCKHOLM 1.0\nq ACDEF\nhit ACD\n//\n",
-                  ["row 1 ('hit')", "3 columns", "expected 5"]),
-    "stockholm without rows": ("x.sto", "# STOCKHOLM 1.0\n#=GF ID x\n//\n", ["no sequences"]),
-    "symbols": ("x.fasta", ">q\nACDEF\n>hit\nAC1EF\n", ["row 1", "'hit'", "'1'"]),
-    "query of gaps": ("x.fasta", ">q\n-----\n>hit\nACDEF\n", ["no residues"]),
-    "lowercase within the query": ("x.a3m", ">q\nACkkDEF\n>a\nACDEF\n", ["query", "2 residues", "lowercase"]),
-    "chains behind each other": ("x.a3m", ">q\nACD/EF\n>a\nACD/EF\n", ["'/'", "one protein"]),
-    "lengths of another complex": ("x.a3m", "#3,4\t1,1\n>101\t102\nACDEF\n", ["3, 4 residues", "row 0"]),
-    "prose in blocks": ("x.sto", "# STOCKHOLM 1.0\nthis is no row\n", ["'this is no row'"]),
-    "empty": ("x.a3m", "", ["empty"]),
-    "blank": ("x.a3m", " \n\r\n", ["empty"]),
-    "comments only": ("x.a3m", "# nothing\n", ["no sequences"]),
-    "binary": ("x.a3m", bytes(range(256)) * 50, ["not an alignment", "no text"]),
-    "no text encoding": ("x.a3m", b">q\n" + bytes(range(128, 256)), ["not an alignment"]),
-    "bare rows": ("x.aln", "ACDEF\nAC-EF\n", ["not an alignment", "'ACDEF'"]),
-    "broken gzip": ("x.a3m.gz", b"\x1f\x8b" + bytes(99), ["damaged"]),
-    **{f"cut {suffix}": (f"x.a3m{suffix}", pack(b">q\nACDEF\n" * 999)[:-9], ["damaged"])
-       for suffix, pack in PACKED.items() if suffix},
-}
-
-
-@pytest.mark.parametrize("case", BAD_ALIGNMENTS)
-def test_bad_alignment_is_one_clear_line(case, tmp_path):
-    name, text, expected = BAD_ALIGNMENTS[case]
-    error = one_line_error(read_alignment, write(tmp_path / name, text))
-    assert name in error and all(part in error for part in expected), error
-
-
-FOREIGN = {  # how a file begins, what it is
-    b"\x28\xb5\x2f\xfd\x04X": "zstd", b"PK\x03\x04": "zip archive",
-    b"x.a3m" + bytes(252) + b"ustar": "tar archive",
-    b"\n<!DOCTYPE html>\n<html>": "web page", b"<?xml version": "XML", b'[{"name": "x"}]': "JSON",
-    b'{"sequences": [{"protein": {"unpairedMsa": ">q\\nACDEF"}}]}': "AlphaFold 3",
-    b"key,sequence\n-1,ACDEF\n": "Boltz CSV", b">query\\nACDEF\\n>hit\\nACDEF": "written out as \\n",
-    b">P1;q\nFIRST\nACDEF*\n": "PIR", b"#NEXUS\nbegin data;": "NEXUS", b" 2 5\nq ACDEF\n": "PHYLIP",
-    b"!!AA_MULTIPLE_ALIGNMENT 1.0": "MSF", b"HMMER3/f [3.3]\nNAME x": "profile",
-    b"HHsearch 1.5\nNAME x": "profile",
-    b"{ \n  s_m_m2io_version\n": "Maestro", b"SEQUENCE: ACDEF\nSCORE: 1\n": "Rosetta",
-    b"\x83\xa7version\xa50.3.0\xaadataBlocks": "BinaryCIF", b"\xde\x00\x1f\xabmmtfVersion\xa51.0": "MMTF",
-    b"@<TRIPOS>MOLECULE\n": "MOL2"}
-
-
-@pytest.mark.parametrize("content", FOREIGN, ids=FOREIGN.get)
-def test_files_of_other_programs_are_named(content, tmp_path):
-    for name, read in (("x.a3m", read_alignment), ("x.pdb", read_structure), ("x.a3m.gz", read_alignment)):
-        data = gzip.compress(content) if name.endswith("gz") else content
-        assert FOREIGN[content] in one_line_error(read, write(tmp_path / name, data))
-
-
-def test_an_alignment_is_no_structure_and_a_structure_no_alignment(tmp_path):
-    for text in (">q\nACDEF\n", "# STOCKHOLM 1.0\nq ACDEF\n//\n"):
-        assert "this is an alignment" in one_line_error(read_structure, write(tmp_path / "x.pdb", text))
-    path = write_model(tmp_path / "y.pdb", *model("ACDEF"))
-    for one in (path, as_cif(path)):
-        assert "this is a PDB or mmCIF file" in one_line_error(read_alignment, one)
-    bases = [atom("C1'", "DA", "D", i, (4 * i, 0, 0)) for i in range(4)]
-    assert "chains is a protein" in one_line_error(read_structure, write_model(tmp_path / "x.pdb", *bases))
-
-
-@pytest.mark.parametrize("read", [read_alignment, read_structure, load_families])
-def test_missing_file_and_directory(read, tmp_path):
-    assert "absent.pdb" in one_line_error(read, tmp_path / "absent.pdb")
-    if read is not load_families:
-        assert "directory" in one_line_error(read, tmp_path)
 
 
 # --- Structures, one way to differ at a time ------------------------------------------------------------
@@ -560,6 +352,32 @@ def test_a_residue_with_an_unknown_coordinate_has_none(tmp_path):
     assert columns_with_coords(load_protein(msa, path).coords) == [0, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
+def a_chain(sequence, seen):
+    """A chain without breaks but where residues are missing."""
+    observed = np.flatnonzero(seen)
+    breaks = np.concatenate([[True], np.diff(observed) > 1, [True]])
+    return files.Chain(name="A", sequence=sequence, coords=None, seen=seen, breaks=breaks, numbers=None,
+                       backbone=None)
+
+
+@cases(60)
+@given(st.lists(st.integers(0, files.UNKNOWN - 1), min_size=8, max_size=40), st.data())
+def test_properties_of_a_query_and_its_structure(query, data):
+    """A structure that lacks some residues, with tags before and behind: in order, as good as it can be."""
+    query = np.array(query, np.uint8)
+    tags = [data.draw(st.lists(st.integers(0, files.UNKNOWN - 1), max_size=6)) for _ in range(2)]
+    sequence = np.array([*tags[0], *query, *tags[1]], np.uint8)
+    seen = np.ones(len(sequence), bool)
+    lost = data.draw(st.lists(st.integers(0, len(query) - 1), max_size=len(query) // 3))
+    seen[len(tags[0]) + np.array(lost, int)] = False
+    index, identical, different = files.map_query(query, a_chain(sequence, seen))
+    found = index >= 0
+    assert identical - different >= seen[len(tags[0]):len(tags[0]) + len(query)].sum()
+    same = query[found] == sequence[index[found]]
+    assert (identical, different) == (same.sum(), (~same).sum())
+    assert seen[index[found]].all() and (np.diff(index[found]) > 0).all()
+
+
 def test_exact_fragment_goes_before_a_homologue(tmp_path):
     path = write_model(tmp_path / "x.pdb", *model("MAYGHYWDYFMYSGYKWYEF"), "TER",
                        *model("MASGHKWDEF", chain="B"), "TER")
@@ -596,6 +414,23 @@ def test_structure_argument(tmp_path, monkeypatch):
         ("x.pdb", None), ("x.pdb", "A"), ("x.cif.gz", "AB"), ("x.pdb", None), ("dir:x/absent.pdb", None)]
     assert split("odd:name.pdb") == ("odd:name.pdb", None)
     assert split("odd:name.pdb:C") == ("odd:name.pdb", "C")
+
+
+@pytest.mark.parametrize("read", [read_alignment, read_structure, load_families])
+def test_missing_file_and_directory(read, tmp_path):
+    assert "absent.pdb" in one_line_error(read, tmp_path / "absent.pdb")
+    if read is not load_families:
+        assert "directory" in one_line_error(read, tmp_path)
+
+
+def test_an_alignment_is_no_structure_and_a_structure_no_alignment(tmp_path):
+    for text in (">q\nACDEF\n", "# STOCKHOLM 1.0\nq ACDEF\n//\n"):
+        assert "this is an alignment" in one_line_error(read_structure, write(tmp_path / "x.pdb", text))
+    path = write_model(tmp_path / "y.pdb", *model("ACDEF"))
+    for one in (path, as_cif(path)):
+        assert "this is a PDB or mmCIF file" in one_line_error(read_alignment, one)
+    bases = [atom("C1'", "DA", "D", i, (4 * i, 0, 0)) for i in range(4)]
+    assert "chains is a protein" in one_line_error(read_structure, write_model(tmp_path / "x.pdb", *bases))
 
 
 # --- Directories and packages ---------------------------------------------------------------------------

@@ -3,10 +3,10 @@
     protein = load_protein("1a3a_A.a3m", "1a3a.pdb", chain="A")   # protein.msa, protein.coords
     proteins = load_families("families/")                         # every NAME.a3m with its NAME.pdb
 
-With containers.py, which unpacks files and names foreign ones, the only file of the project that knows file
-formats. It needs numpy, and gemmi for structures. Whatever is wrong with a file ends in a UserError of one
-line. Reading order: tokens, alignments, structures, mapping one to the other, families. Letters in shapes: R
-alignment rows, L query residues, C residues of a chain.
+alignments.py knows the formats of alignments; containers.py unpacks files and names foreign ones. It needs
+numpy, and gemmi for structures. Whatever is wrong with a file ends in a UserError of one line. Reading order:
+tokens, alignments, structures, mapping one to the other, families. Letters in shapes: R alignment rows, L
+query residues, C residues of a chain.
 """
 import itertools
 import os
@@ -18,6 +18,7 @@ import numpy as np
 
 from fusion_lab.training.files import MISSING, UserError
 from tiny_openfold.proteins import containers
+from tiny_openfold.proteins.alignments import first_word, parse_alignment, split_suffix
 from tiny_openfold.proteins.matching import align
 
 # --- Tokens ---------------------------------------------------------------------------------------------
@@ -51,6 +52,7 @@ class Protein:
     chain: str = ""     # the chain of the structure that was used
     numbers: tuple = ()  # (L,) residue numbers as in the structure file ("52A"), "" where it has no residue
     backbone: np.ndarray | None = None  # (L, 4, 3) N, CA, C, O, Å; NaN where the structure has none
+    left_out: int = 0   # columns of the alignment in which the query has a gap
 
     @property
     def length(self):
@@ -61,151 +63,7 @@ class Protein:
         return _letters(self.msa[0])
 
 
-def split_suffix(path):
-    """'dir/NAME.A3M.gz' -> ('NAME', '.a3m')."""
-    name = Path(path)
-    name = Path(name.stem if name.suffix.lower() in containers.SUFFIXES else name.name)
-    return name.stem, name.suffix.lower()
-
-
 # --- Alignments -----------------------------------------------------------------------------------------
-
-LOWERCASE = b"abcdefghijklmnopqrstuvwxyz"
-NOT_SEQUENCES = {"ss_pred", "ss_conf", "ss_dssp", "sa_dssp", "aa_dssp", "aa_pred"}  # HH-suite annotation
-
-
-def _first_word(name):
-    return (name.split(None, 1) or [""])[0]
-
-
-def _fasta_records(path, data):
-    """FASTA and A3M, wrapped or not -> (headers, rows as written). Lines that begin with '#' are comments."""
-    text = re.sub(rb"(?m)^#.*$", b"", data).strip()
-    if text and text[:1] != b">":
-        raise UserError(f"{path}: not {containers.ALIGNMENT}; it begins with {containers.begins(text)}")
-    names, rows = [], []
-    for record in (b"\n" + text).split(b"\n>")[1:]:
-        header, _, body = record.partition(b"\n")
-        name = header.lstrip(b">").decode("utf-8", "replace").strip()
-        if _first_word(name) not in NOT_SEQUENCES:
-            names.append(name)
-            rows.append(body.translate(None, b" \t\n\v\f").removesuffix(b"*"))  # '*' ends a chain
-    return names, rows
-
-
-def _block_records(path, data):
-    """Stockholm and Clustal, interleaved or not -> (names, rows). Only lines with a sequence make rows, so
-    '#=GS' naming hits before the query is harmless. A name twice in one block is two rows."""
-    pieces, in_block = {}, {}
-    for line in data.split(b"\n"):
-        fields = line.split()
-        if not fields:
-            in_block = {}
-        elif not line[:1].isspace() and not line.startswith((b"#", b"CLUSTAL", b"MUSCLE")):
-            if len(fields) != 2 and not (len(fields) == 3 and fields[2].isdigit()):  # Clustal counts residues
-                raise UserError(f"{path}: the line {containers.begins(line)} is no name with a sequence")
-            count = in_block[fields[0]] = in_block.get(fields[0], 0) + 1
-            pieces.setdefault((fields[0], count), []).append(fields[1])
-    return [name.decode("utf-8", "replace") for name, _ in pieces], [b"".join(row) for row in pieces.values()]
-
-
-def _alignments(path, data, records):
-    """[(names, rows as written)] of the alignments of a file: '//' or a NUL byte ends one. Those that begin
-    with the same sequence are one, as a search of several databases writes them."""
-    found = {}
-    for part in re.split(rb"\0|(?m:^//[ \t]*$)", data):
-        names, rows = records(path, part)
-        if rows:
-            same = found.setdefault(rows[0], ([], []))
-            same[0].extend(names)
-            same[1].extend(rows)
-    return list(found.values())
-
-
-def _parse_alignment(path, query=None):
-    """Any format -> (names, rows in the file's order, number of the query's row); rows are bytes of one
-    length, one a column."""
-    data = containers.read(path, containers.ALIGNMENT)
-    in_blocks = data.lstrip(b"\0\n ").startswith((b"# STOCKHOLM", b"#=", b"CLUSTAL", b"MUSCLE"))
-    alignments = _alignments(path, data, _block_records if in_blocks else _fasta_records)
-    if not alignments:
-        raise UserError(f"{path}: the alignment has no sequences")
-    if len(alignments) > 1:
-        first = [_first_word(names[0]) for names, _ in alignments]
-        if first.count(query) != 1:
-            listed = ", ".join(first[:6]) + ", ..." * (len(first) > 6)
-            raise UserError(f"{path}: it holds {len(first)} alignments, of {listed}: choose one by --query, "
-                            "or give it a file of its own")
-        alignments = [alignments[first.index(query)]]
-    (names, rows), = alignments
-    chains = re.match(rb"#(\d+(?:,\d+)+)\t[\d,]+\s*\n", data)
-    number = 0 if query is None or chains else _find_row(path, names, query)
-    form = "blocks" if in_blocks else "a3m" if split_suffix(path)[1] in (".a3m", ".a2m") else "fasta"
-    rows = _columns(path, names, rows, number, form)
-    if chains:
-        names, rows = _one_chain(path, names, rows, [*map(int, chains[1].split(b","))], query)
-    return names, rows, number
-
-
-def _columns(path, names, rows, number, form):
-    """Rows as written -> rows of one length. A3M deletes lowercase letters and '.', unless '.' is its gap. A
-    file not called A3M is one if only that makes its rows equal; otherwise its rows are aligned as they
-    stand. The query has no insertions: lowercase in it is masking, or there are columns for it, or it is an
-    error."""
-    lower = [form != "blocks" and row != row.upper() for row in rows]
-    a3m = [LOWERCASE + b".", LOWERCASE]
-    readings = [*a3m, *[b""] * lower[number]] if form == "a3m" else [b"", *a3m * any(lower)]
-    query = rows[number].upper()
-    for deleted in readings:
-        columns = [row.translate(None, deleted) for row in rows]
-        columns[number] = query.translate(None, deleted)
-        if len({len(row) for row in columns}) == 1:
-            return columns
-    deleted = LOWERCASE if form == "a3m" or any(lower) else b""
-    lengths = [len(row.translate(None, deleted)) for row in rows]
-    if len(set(lengths)) == 1:
-        inserted = sum(map(str.islower, rows[number].decode("latin-1")))
-        raise UserError(f"{path}: the query, row {number} ({names[number][:60]!r}), has {inserted} residues "
-                        "in lowercase, insertions without a column in other rows; align again with this "
-                        "sequence as the query, in uppercase")
-    row = next(i for i, length in enumerate(lengths) if length != lengths[0])
-    raise UserError(f"{path}: row {row} ({names[row][:60]!r}) has {lengths[row]} "
-                    f"{'match ' if deleted else ''}columns, expected {lengths[0]} as in row 0; "
-                    "the file is damaged or its sequences are not aligned")
-
-
-def _one_chain(path, names, rows, lengths, query):
-    """(names, rows) of one chain of a complex by ColabFold, whose rows hold all chains side by side. Rows
-    that lack this chain are left out."""
-    called = names[0].split()
-    if sum(lengths) != len(rows[0]) or len(called) != len(lengths):
-        raise UserError(f"{path}: its first line names chains of {', '.join(map(str, lengths))} residues, "
-                        f"which is not what row 0 ({names[0][:60]!r}) holds; the file is damaged")
-    if query not in called:
-        listed = ", ".join(f"{name} ({length} residues)"
-                           for name, length in zip(called, lengths, strict=True))
-        raise UserError(f"{path}: an alignment of a complex, of the chains {listed}; one chain is needed: "
-                        f"choose it by --query {called[0]}, or give it a file of its own")
-    start = sum(lengths[:called.index(query)])
-    cut = [row[start:start + lengths[called.index(query)]] for row in rows]
-    kept = [i for i, row in enumerate(cut) if i == 0 or row.strip(b"-.~")]
-    return [query, *(names[i] for i in kept[1:])], [cut[i] for i in kept]
-
-
-def _find_row(path, names, query):
-    """Index of the row that `query` names: its header, the first word, that word up to '/' or between '|', or
-    the only one to begin so. Of an exact name that occurs twice, the first."""
-    words = [_first_word(name) for name in names]
-    rows = range(len(words))
-    exact = [i for i in rows if query in (names[i], words[i])]
-    part = [i for i in rows if query == words[i].split("/")[0] or query in words[i].split("|")]
-    hits = exact[:1] or part or [i for i in rows if query and words[i].startswith(query)]
-    if len(hits) == 1:
-        return hits[0]
-    problem = "fits several rows" if hits else "is not a row of the alignment"
-    examples = ", ".join(words[i][:60] for i in (hits or rows)[:4] if words[i]) or "(no names)"
-    raise UserError(f"{path}: query {query!r} {problem}; rows are called, for instance: {examples}")
-
 
 def _query_columns(path, names, rows, number):
     """Rows as bytes -> (R, L) tokens: row `number` moved to the front, the columns of its residues kept."""
@@ -229,7 +87,7 @@ def read_alignment(path, query=None):
     it has a gap are dropped, and so are insertions in A3M. Every sequence stays, the query twice as well.
     Raises UserError: file unreadable, not one alignment of one chain, rows of unequal length, unknown query.
     """
-    return _query_columns(path, *_parse_alignment(path, query))
+    return _query_columns(path, *parse_alignment(path, query))
 
 
 # --- Structures -----------------------------------------------------------------------------------------
@@ -406,16 +264,17 @@ def _row_that_matches(names, rows, chains):
     for number in sorted(range(len(rows)), key=shared.__getitem__, reverse=True)[:3]:
         tokens = _tokens(residues[number].encode())
         if shared[number] and _matches(tokens, *_best_chain(tokens, chains), identity=0.95):
-            return _first_word(names[number])
+            return first_word(names[number])
     return None
 
 
 def load_alignment(msa_path, query=None):
     """Alignment without a structure -> Protein without coordinates, its residues numbered from 1."""
-    msa = read_alignment(msa_path, query)
+    names, rows, number = parse_alignment(msa_path, query)
+    msa = _query_columns(msa_path, names, rows, number)
     length = msa.shape[1]
     return Protein(split_suffix(msa_path)[0], msa, np.full((length, 3), np.nan, np.float32),
-                   numbers=tuple(map(str, range(1, length + 1))))
+                   numbers=tuple(map(str, range(1, length + 1))), left_out=len(rows[0]) - length)
 
 
 def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
@@ -425,7 +284,7 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
     equals. query: name of the query's row; without it row 0. name: without it the alignment file's own.
     Raises UserError, also if the query is not the structure's protein.
     """
-    names, rows, number = _parse_alignment(msa_path, query)
+    names, rows, number = parse_alignment(msa_path, query)
     msa = _query_columns(msa_path, names, rows, number)
     chains = read_structure(structure_path, chain)
     best, mapping = _best_chain(msa[0], chains)
@@ -447,7 +306,8 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
                         "have a CB atom; a structure with side chains is needed")
     numbers = tuple(np.where(mapped, best.numbers[mapping[0]], "").tolist())
     backbone = np.where(mapped[:, None, None], best.backbone[mapping[0]], np.float32(np.nan))
-    return Protein(name or split_suffix(msa_path)[0], msa, coords, best.name, numbers, backbone)
+    return Protein(name or split_suffix(msa_path)[0], msa, coords, best.name, numbers, backbone,
+                   len(rows[0]) - msa.shape[1])
 
 
 # --- Families -------------------------------------------------------------------------------------------

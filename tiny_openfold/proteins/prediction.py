@@ -202,6 +202,9 @@ class Predictor:
         print(f"{self.mode.capitalize()} of {printable(protein.name)}: {protein.length} residues, {rows} of "
               f"{counted(len(protein.msa), 'row')}, by {printable(self.path)} "
               f"({sum(w.numel() for w in self.model.parameters()):,} parameters)")
+        if protein.left_out:
+            print(f"{counted(protein.left_out, 'column')} left out, where the query has a gap; positions are "
+                  "those of its residues")
         config = replace(self.config, num_seqs=rows, seq_len=protein.length)
         forewarn(config, self.device, self.dtype)
         depth, kin = judge(protein, batch, self.card)
