@@ -37,16 +37,11 @@ KNOWN_FAILURES = [(re.compile(pattern, re.MULTILINE), code, advice) for pattern,
      "well. Use the profiler of torch's own ROCm, and no --enable-pytorch-profiler."),
     (r"exceeds the capabilities of the hardware", FAILED, "They do not fit into one pass: name fewer "
      "counters in one --pmc, and run once for each group."),
-    (r"^(rocprofv3(\.py)?|rocprofsys|tool|rocprof-compute): error: .*", FAILED, "The tool refused its "
-     "command line; please report it, with command.txt and env.txt."),
+    (r"^(rocprofv3(\.py)?|rocprofsys|tool|rocprof-compute): error: .*", USAGE, "The tool refused "
+     "its command line: look at --tool-option, else please report it, with command.txt and env.txt."),
     (r"Fatal error: (?!Command ').*", FAILED, "The profiler stopped before the program ran."),
     (r"^F\d{4,8} \d\d:\d\d:\S+ +\d+ \S+\.cpp:\d+\] .*", FAILED, "The profiler's library ended the "
      "program; try fewer kinds of trace."))]
-
-
-def without_colours(text):
-    """What a tool wrote, without the control sequences that it meant for a terminal."""
-    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
 
 
 def known_failure(text):

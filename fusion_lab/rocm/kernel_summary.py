@@ -36,6 +36,7 @@ def read_json(path):
 
 def performance_of(directory):
     """What the profiled program measured of itself, by its own summary below a session's directory; or {}."""
+    # Sorted, so the first is of the last run; what the others wrote is in program.old-TIME.
     found = records.result_files(directory, "performance_summary*.json")
     return read_json(found[0]).get("performance_summary", {}) if found else {}
 

@@ -1,6 +1,8 @@
-"""The tool on this machine, and what stands in its way: every problem at once, each with what to do."""
+"""What is asked before a run of the tool and of the program with its torch; and what stands in the way, every
+problem at once, each with what to do."""
 import contextlib
 import importlib.metadata
+import json
 import os
 import pathlib
 import re
@@ -11,7 +13,8 @@ import sys
 from dataclasses import dataclass
 
 from fusion_lab.rocm.failures import OLD_PANDAS, TWO_ROCMS, known_failure
-from fusion_lab.training.files import MISSING, NO_GPU, OK, UserError
+from fusion_lab.training.files import MISSING, NO_GPU, OK, USAGE, UserError
+from fusion_lab.training.flags import QUESTION
 
 
 @dataclass
@@ -33,15 +36,36 @@ def versioned_python():
     return versioned if os.path.exists(versioned) else sys.executable
 
 
-def output_of(*argv):
-    """(exit code, stdout and stderr) of a short question to a tool."""
+def answer_of(*argv):
+    """The CompletedProcess of a short question to a tool, or to the program, which may take half a minute to
+    import torch."""
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "PYTHON_EXECUTABLE": versioned_python()}
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
                               errors="replace", env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return 127, str(error)
-    return done.returncode, done.stdout + done.stderr
+        return subprocess.CompletedProcess(argv, 127, "", str(error))
+
+
+def ask(program, flags):
+    """(a program's answer to --check-flags, ""), or ({}, why there is none). Raises UserError where it
+    refuses its flags, or cannot be read."""
+    done = answer_of(sys.executable, program, *flags, QUESTION)
+    with contextlib.suppress(ValueError, IndexError):
+        if done.returncode == OK:
+            return json.loads(done.stdout.splitlines()[-1]), ""
+    said = (done.stderr.splitlines() or [f"{program} does not answer {QUESTION}"])[-1]
+    said = re.sub(r"^\S+: (error: )?", "", said)
+    if done.returncode == USAGE:
+        raise UserError(said)
+    return {}, said
+
+
+def known(answer, flags):
+    """Words of those flags, (name, value) or (name,), that the program has; of all if it did not answer."""
+    own = {name for part in ("config", "training_params", "fusion_config") for name in answer.get(part, {})}
+    return [word for words in flags for word in words
+            if not own or words[0][2:].replace("-", "_").replace("disable_", "enable_") in own]
 
 
 def options_in(help_text):
@@ -65,11 +89,12 @@ def find_tool(name, *help_arguments):
         with contextlib.suppress(OSError, ValueError, importlib.metadata.PackageNotFoundError):
             text = importlib.metadata.version("rocm-sdk-core") if wheels else about.read_text()
             tool.rocm = re.match(r"\d+\.\d+|", text)[0] or None
-        code, text = output_of(path, *help_arguments)
-        if code:
-            tool.trouble = text.strip() or f"exit code {code}"
+        done = answer_of(path, *help_arguments)
+        said = done.stdout + done.stderr
+        if done.returncode:
+            tool.trouble = said.strip() or f"exit code {done.returncode}"
         else:
-            tool.options = options_in(text)
+            tool.options = options_in(said)
     return tool
 
 
@@ -114,21 +139,11 @@ def pandas_warnings(tool):
     """Of the Python that rocprof-compute names in its first line."""
     with contextlib.suppress(OSError, ValueError, TypeError):  # no tool, or no script
         python = re.match(r"#!\s*(.*python[\d.]*)\n", pathlib.Path(tool.path).read_text(errors="replace"))
-        code, version = output_of(*shlex.split(python[1]), "-c", "import pandas; print(pandas.__version__)")
-        if code == 0 and re.match(r"[3-9]\.", version):
+        question = [*shlex.split(python[1]), "-c", "import pandas; print(pandas.__version__)"]
+        if re.match(r"[3-9]\.", version := answer_of(*question).stdout):
             yield f"{python[1]} has pandas {version.strip()}. {OLD_PANDAS}"
 
 
 def worst_code(codes):
     """The exit code for all of them: what is missing (3) comes before the GPU (4)."""
     return min(filter(None, codes), default=OK)
-
-
-def refuse(problems):
-    """Raise UserError with every problem, or return."""
-    if problems:
-        codes, said, _ = zip(*problems, strict=True)
-        raise UserError("; ".join(said), worst_code(codes),
-                        (f"cannot profile here, {len(problems)} problem(s); nothing was run:",
-                         *(f"  - {what}. {advice}" for _, what, advice in problems),
-                         "--dry-run shows the commands, --skip-preflight skips these checks."))

@@ -29,10 +29,9 @@ def pass_of(path):
 
 def result_files(directory, pattern, every_pass=False):
     """Files of the run in a directory, of its first pass or of all: there, in HOST, pass_1 and pass_1/HOST,
-    or anywhere in `workloads`. None that was set aside, is another session's or the profiler's own input."""
+    or anywhere in `workloads`. None that is another session's or the profiler's own input."""
     def foreign(parts):
-        return (OWN_INPUT in parts or any(".old-" in part for part in parts)
-                or len(parts) > 1 and (directory / parts[0] / "manifest.json").exists())
+        return OWN_INPUT in parts or len(parts) > 1 and (directory / parts[0] / "manifest.json").exists()
     places = ["**/"] if WORKLOADS in directory.absolute().parts else ["", "*/", "pass_*/*/", "workloads/**/"]
     files = sorted({path for place in places for path in directory.glob(place + pattern) if path.is_file()
                     and not foreign(path.relative_to(directory).parts)})
@@ -55,10 +54,6 @@ def table(path):
             yield from filter(None, rows)
     except (OSError, EOFError, csv.Error) as error:
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def header_of(path):
-    return next(table(path))
 
 
 def read_rows(path, *names, numbers=()):
@@ -130,7 +125,7 @@ def read_kernels(directory):
         # of rocprof-compute's workloads the one with counters first
         files = sorted(result_files(directory, pattern), key=lambda path: "_roof" in str(path))
         if source == OF_COMPUTE:  # each file is one more run, or lists dispatches without times
-            files = [path for path in files if set(TIMES) <= set(header_of(path))][:1]
+            files = [path for path in files if set(TIMES) <= set(next(table(path)))][:1]
         elif any(WORKLOADS in path.relative_to(directory).parts for path in files):
             files = [path for path in files if path.parents[1] == files[0].parents[1]]  # processes of one run
         if totals := add_up(row for path in files for row in reader(path)):
@@ -149,7 +144,7 @@ def read_counters(directory):
     """[(counter, value, nanoseconds of the dispatch)] of rocprofv3, each of the first pass that has it."""
     passes, rows = {}, []
     for path in result_files(directory, "*counter_collection.csv", every_pass=True):
-        times = TIMES if TIMES[0] in header_of(path) else ()
+        times = TIMES if TIMES[0] in next(table(path)) else ()
         for name, value, *span in read_rows(path, "countername", numbers=("countervalue", *times)):
             if passes.setdefault(name, pass_of(path)) == pass_of(path) and math.isfinite(value):  # not 0/0
                 rows.append((name, value, span[1] - span[0] if span else 0))

@@ -5,7 +5,6 @@ import re
 import shlex
 import sys
 
-from fusion_lab.measuring.roctx import INHERITED
 from fusion_lab.rocm import preflight, records
 from fusion_lab.rocm.failures import known_failure
 from fusion_lab.rocm.session import Command, say
@@ -28,38 +27,36 @@ class RocprofCompute(Wrapper):
     @classmethod
     def add_options(cls, parser):
         super().add_options(parser)
-        parser.add_argument("--mode", choices=("profile", "roof", "analyze"), help="count, or report "
-                            "(default: profile; analyze with --list-stats or --dispatch)")
-        parser.add_argument("--roof-only", action="store_true", help="the same as --mode roof")
-        parser.add_argument("--no-roof", action="store_true", help="counters only")
+        mode = parser.add_mutually_exclusive_group()
+        mode.add_argument("--mode", choices=("profile", "roof", "analyze"), help="count, or report "
+                          "(default: profile; analyze with --list-stats or --dispatch)")
+        mode.add_argument("--roof-only", dest="mode", action="store_const", const="roof", help="--mode roof")
+        mode.add_argument("--no-roof", dest="mode", action="store_const", const="counters",
+                          help="counters only")
         parser.add_argument("--list-stats", action="store_true", help="list kernels and dispatch ids")
         parser.add_argument("--dispatch", metavar="ID", type=whole_number(0), action="append", default=[],
                             help="report on one dispatch; take the ID from --list-stats; may be repeated")
-        parser.add_argument("--output-name", metavar="NAME", help="of the workloads, NAME_counters and "
-                            "NAME_roof (default: workload)")
+        parser.add_argument("--output-name", metavar="NAME", default="workload",
+                            help="of the workloads, NAME_counters and NAME_roof (default: workload)")
         parser.add_argument("--device", metavar="N", type=whole_number(0),
                             help="GPU index for roofline and trainer (default: 0 and the trainer's own)")
 
     def __init__(self, options, own_flags):
-        roof = options.roof_only or options.mode == "roof"
-        reading, partly = options.list_stats or options.dispatch, roof or options.no_roof
-        self.continues = bool(options.mode == "analyze" or reading and not (options.mode or partly))
-        name = options.output_name
-        if name is not None and not re.fullmatch(r"[A-Za-z0-9_]{1,26}", name):  # what 3.0 takes
-            raise UserError(f"--output-name: {name!r}; allowed are letters, digits and _, at most 26 of them")
-        if roof and options.no_roof or self.continues and partly or reading and not self.continues:
-            raise UserError("--mode, --roof-only, --no-roof, --list-stats, --dispatch contradict each other: "
-                            "profile first, then run again to analyze")
+        reading = options.list_stats or options.dispatch
+        mode = options.mode or ("analyze" if reading else "profile")
+        self.continues = mode == "analyze"
+        self.name = options.output_name
+        if not re.fullmatch(r"[A-Za-z0-9_]{1,26}", self.name):  # what 3.0 takes
+            raise UserError(f"--output-name: {self.name!r}; allowed are at most 26 letters, digits and _")
+        if reading and not self.continues:
+            raise UserError("--list-stats and --dispatch report on a profile: make it first, without them")
         if self.continues and own_flags:
             raise UserError(f"{shlex.join(own_flags)}: --mode analyze runs no trainer")
-        self.parts = ["roof"] if roof else ["counters"] if options.no_roof else ["counters", "roof"]
-        self.help_arguments = ("analyze" if self.continues else "profile", "--help")
+        self.parts = [mode] if mode in ("roof", "counters") else ["counters", "roof"]
         device = [] if options.device is None else ["--device", str(options.device)]
         super().__init__(options, [*device, *own_flags])
-        self.name = name or "workload"
-        if ".." in self.directory or " " in sys.executable and not self.continues:
-            raise UserError(f"-o {self.directory}, PYTHON={sys.executable}: rocprof-compute takes no "
-                            "directory with '..', and no interpreter with a blank in its path")
+        if " " in sys.executable and not self.continues:
+            raise UserError(f"PYTHON={sys.executable}: rocprof-compute takes no path with a blank there")
         if self.continues:
             self.records = os.path.join(self.directory, "analysis")  # the profile keeps its own
 
@@ -83,10 +80,9 @@ class RocprofCompute(Wrapper):
         roof = ["--roof-only", "--device", device] if self.has("--roof-only") else \
             ["--roofline", "--roofline-device", device]  # after 10.1
         flags = {"counters": ["--no-roof"], "roof": roof}
-        return [Command([self.tool.path or self.executable, "profile", *self.with_tool_options(
-                             ["--name", f"{self.name}_{part}", *flags[part]]),
-                         "--", sys.executable, "workload.py"], unset_env=(INHERITED,), cwd=self.directory)
-                for part in self.parts]
+        return [Command([self.tool.path or self.executable, "profile", "--name", f"{self.name}_{part}",
+                         *flags[part], *self.options.tool_option, "--", sys.executable, "workload.py"],
+                        cwd=self.directory) for part in self.parts]
 
     def analyze_commands(self):
         places = {part: path for part in self.parts if (path := self.workload_directory(part))}
@@ -99,8 +95,8 @@ class RocprofCompute(Wrapper):
                  for number in self.options.dispatch]
         jobs = jobs or [(part, f"analysis_{part}.txt", []) for part in places]
         self.reports = [name for _, name, _ in jobs]
-        return [Command([self.tool.path or self.executable, "analyze", *self.with_tool_options(
-            ["--path", str(places[part]), *arguments])], cwd=self.directory, log=name)
+        return [Command([self.tool.path or self.executable, "analyze", "--path", str(places[part]),
+                         *arguments, *self.options.tool_option], cwd=self.directory, log=name)
                 for part, name, arguments in jobs]
 
     def warnings(self):
@@ -127,8 +123,7 @@ class RocprofCompute(Wrapper):
             known = known_failure(log_text)
             why = f": {known[0]}. {known[2]}" if known else ""
             return NO_DATA, f"rocprof-compute left no {' and no '.join(missing)} in workloads/{why}"
-        where = f" -o {shlex.quote(self.options.output_dir)}" if self.options.output_dir else ""
-        say(f"Next: ./{self.script}{where} --list-stats, then --dispatch ID")
+        say(f"Next: ./{self.script} -o {shlex.quote(self.directory)} --list-stats, then --dispatch ID")
         return OK, "counters collected, no roofline of this GPU" if skipped else (
             f"{' and '.join(self.parts)} collected")
 

@@ -4,8 +4,8 @@ import os
 import pathlib
 import re
 
-from fusion_lab.measuring.roctx import INHERITED
 from fusion_lab.rocm import preflight
+from fusion_lab.rocm.failures import last_exception
 from fusion_lab.rocm.session import Command, say
 from fusion_lab.rocm.wrapper import Wrapper
 from fusion_lab.training.files import NO_DATA, OK, PROGRAM_FAILED
@@ -36,32 +36,25 @@ class RocprofSys(Wrapper):
             "ROCPROFSYS_USE_ROCPD": "ON" if self.options.rocpd else "OFF",
             "ROCPROFSYS_OUTPUT_PATH": self.directory, "ROCPROFSYS_USE_PID": "ON",
             "ROCPROFSYS_TIMEMORY_COMPONENTS": self.components,
-            "PYTHON_EXECUTABLE": preflight.versioned_python(), **self.loader_path()}
+            "PYTHON_EXECUTABLE": preflight.versioned_python()}
+        if path := self.answer.get("torch_path"):  # to its own GPU libraries: else early releases see no GPU
+            places = os.path.join(os.path.dirname(path), "lib"), os.environ.get("LD_LIBRARY_PATH")
+            environment["LD_LIBRARY_PATH"] = ":".join(filter(None, places))
         # The script itself follows `--`, never `python`: the launcher compiles that word as Python source.
         arguments = ["--module-restrict", *modules, "--function-exclude", "_call_impl"]
-        return [Command([self.tool.path or self.executable, *self.with_tool_options(arguments), "--",
+        return [Command([self.tool.path or self.executable, *arguments, *self.options.tool_option, "--",
                          self.program, *self.program_flags], environment,
-                        ("ROCPROFSYS_OUTPUT_PREFIX", "ROCPROFSYS_CONFIG_FILE", INHERITED))]
-
-    def loader_path(self):
-        """Torch's own GPU libraries, for the loader: without, early releases see nothing of the GPU."""
-        path = self.answer.get("torch_path")
-        places = path and [os.path.join(os.path.dirname(path), "lib"), os.environ.get("LD_LIBRARY_PATH")]
-        return {"LD_LIBRARY_PATH": ":".join(filter(None, places))} if path else {}
+                        ("ROCPROFSYS_OUTPUT_PREFIX", "ROCPROFSYS_CONFIG_FILE"))]
 
     def judge(self, log_text):
         """The launcher returns 0 when the script fails, so look at what the script left behind."""
-        raised = re.search(r"^Exception - (.*)$", log_text, re.MULTILINE)
-        said = re.search(rf"^{re.escape(os.path.basename(self.program))}: error: (.*)", log_text,
-                         re.MULTILINE)
-        if said:
-            return PROGRAM_FAILED, said[1][:200]
-        if raised or re.search(r"^Traceback \(most recent call last\)", log_text, re.MULTILINE):
-            return PROGRAM_FAILED, "it raised an exception" + (f": {raised[1]}" if raised else "")
-        place = pathlib.Path(self.directory)
-        if not any(place.glob("program/performance_summary*")) and not re.search(
-                r"^\{.*\}\s*$", log_text, re.MULTILINE):
-            return PROGRAM_FAILED, "it left no result, and rocprof-sys-python hides its exit code"
+        place, name = pathlib.Path(self.directory), re.escape(os.path.basename(self.program))
+        error = re.search(rf"^(?:Exception -|{name}: error:) (.*)", log_text, re.MULTILINE)
+        left = any(place.glob("program/performance_summary*")) or re.search(r"^\{.*\}\s*$", log_text,
+                                                                            re.MULTILINE)
+        if error or not left:
+            return PROGRAM_FAILED, error[1][:200] if error else last_exception(log_text)[1] or (
+                "it left no result, and rocprof-sys-python hides its exit code")
         patterns = ("*.proto", "*.db", *(f"*{name}*" for name in self.components.split()))
         found = sorted({path for pattern in patterns for path in place.rglob(pattern) if path.stat().st_size})
         if not found:

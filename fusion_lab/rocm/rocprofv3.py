@@ -3,7 +3,7 @@ import os
 import re
 import sys
 
-from fusion_lab.measuring.roctx import BLIND, INHERITED
+from fusion_lab.measuring.roctx import BLIND
 from fusion_lab.rocm import kernel_summary
 from fusion_lab.rocm.failures import STABLE_CLOCKS
 from fusion_lab.rocm.session import Command, say
@@ -41,10 +41,7 @@ class Rocprofv3(Wrapper):
     def __init__(self, options, own_flags):
         super().__init__(options, own_flags)
         self.selected = options.selected_regions and self.has("--selected-regions")
-
-    def counters(self):
-        """The counters of each run of the program: [["A", "B"], ["C"]]"""
-        return [re.split(r"[\s,]+", names.strip(" ,")) for names in self.options.pmc]
+        self.counters = [re.split(r"[\s,]+", names.strip(" ,")) for names in options.pmc]  # of each run
 
     def commands(self):
         options = self.options
@@ -53,14 +50,14 @@ class Rocprofv3(Wrapper):
             self.counted = "start-up in the count, evaluation not"
         if self.selected and MARKERS not in switches:  # without, 7.0 to 7.2 do not hear start and stop
             switches.append(MARKERS)
-        if self.replays_graphs() and WITH_CALLS.isdisjoint(switches):  # to count the kernels of each replay
-            switches.append("--hip-trace")
-        arguments = ["--kernel-trace", "--stats", *map(self.require, switches)]
+        if "--enable-cuda-graphs" in self.own_flags and WITH_CALLS.isdisjoint(switches):
+            switches.append("--hip-trace")  # to count the kernels of each replay
+        arguments = ["--kernel-trace", "--stats", *switches]
         if options.memory_trace:
             arguments += ["--memory-copy-trace"]
             arguments += ["--memory-allocation-trace"] * self.has("--memory-allocation-trace")
-        for counters in self.counters():
-            arguments += [self.require("--pmc"), *counters]
+        for counters in self.counters:
+            arguments += ["--pmc", *counters]
         if self.selected:
             arguments.append("--selected-regions")
         elif options.selected_regions:
@@ -68,10 +65,9 @@ class Rocprofv3(Wrapper):
                               "and warm-up included")
         arguments += ["--output-format", "csv", *["pftrace"] * options.pftrace, "--output-directory",
                       self.directory, "--output-file", "process_%pid%"]
-        return [Command([self.tool.path or self.executable, *self.with_tool_options(arguments), "--",
+        return [Command([self.tool.path or self.executable, *arguments, *options.tool_option, "--",
                          sys.executable, self.program, *self.program_flags],
-                        unset_env=("ROCPROF_OUTPUT_FORMAT", "ROCPROF_OUTPUT_PATH", "ROCPROF_OUTPUT_FILE_NAME",
-                                   INHERITED))]
+                        unset_env=[f"ROCPROF_OUTPUT_{what}" for what in ("FORMAT", "PATH", "FILE_NAME")])]
 
     def judge(self, log_text):
         """Summarise whatever was recorded; a run without a kernel is a failure of its own."""
@@ -99,7 +95,7 @@ class Rocprofv3(Wrapper):
 
     def why_no_counters(self, values):
         """What {counter: value} lacks of what was asked for, or None; rocprofv3 itself only warns."""
-        names = [name.partition(":")[0] for names in self.counters() for name in names]  # of NAME:device=0
+        names = [name.partition(":")[0] for names in self.counters for name in names]  # of NAME:device=0
         missing = [name for name in names if name not in values]
         if missing:
             return (f"rocprofv3 left no value of {', '.join(missing)}: misspelled, or no counter of this GPU "

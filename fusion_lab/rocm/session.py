@@ -2,6 +2,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
@@ -9,9 +10,10 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from fusion_lab.rocm import preflight
-from fusion_lab.rocm.failures import MEANING, known_failure, last_exception, without_colours
-from fusion_lab.training import files, torchrun
+from fusion_lab.measuring.roctx import INHERITED, child_environment
+from fusion_lab.rocm.failures import MEANING, known_failure, last_exception
+from fusion_lab.rocm.preflight import worst_code
+from fusion_lab.training import files
 from fusion_lab.training.files import NO_DATA, OK, PROGRAM_FAILED, TIMEOUT, UserError
 
 FLUSH_SECONDS = 60  # how long a profiler may write after SIGINT before it gets SIGTERM, then SIGKILL
@@ -37,12 +39,12 @@ class Command:
     log: str = "run.log"  # in the result directory
 
     def environment(self):
-        kept = {name: value for name, value in os.environ.items() if name not in self.unset_env}
+        kept = {name: value for name, value in child_environment().items() if name not in self.unset_env}
         return {**kept, **self.set_env}
 
     def script(self):
         """Lines of shell that do the same."""
-        lines = [f"unset {' '.join(self.unset_env)}"] if self.unset_env else []
+        lines = [f"unset {' '.join([INHERITED, *self.unset_env])}"]
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self.set_env.items()]
         lines += [f"cd {shlex.quote(self.cwd)}"] if self.cwd else []
         return [*lines, shlex.join(self.argv)]
@@ -124,12 +126,16 @@ def profile(wrapper):
     skipped = options.skip_preflight and wrapper.tool.path and not options.preflight
     problems = [] if skipped else list(wrapper.problems())
     wrapper.notes += [] if skipped else [f"warning: {text}" for text in wrapper.warnings()]
+    listed = [f"problem: {what}. {advice}" for _, what, advice in problems]
+    verdict = worst_code(code for code, *_ in problems)
     if options.preflight:
-        say(*wrapper.about(), *wrapper.notes, *(f"problem: {what}. {advice}" for _, what, advice in problems))
-        code = preflight.worst_code(code for code, *_ in problems)
-        say("can profile here" if code == OK else f"cannot profile here: {MEANING[code]}")
-        return Outcome(code)
-    preflight.refuse(problems)
+        say(*wrapper.about(), *wrapper.notes, *listed)
+        say("can profile here" if verdict == OK else f"cannot profile here: {MEANING[verdict]}")
+        return Outcome(verdict)
+    if problems:
+        raise UserError("; ".join(what for _, what, _ in problems), verdict,
+                        ("cannot profile here; nothing was run.", *listed,
+                         "--dry-run shows the commands, --skip-preflight skips these checks."))
     files.claim(wrapper.directory, bool(options.output_dir), options.force, resumed=wrapper.continues)
     if wrapper.continues:  # only what this writes again
         for name in (os.path.basename(wrapper.records), *(command.log for command in commands)):
@@ -139,7 +145,8 @@ def profile(wrapper):
     start = time.monotonic()
     for command in commands:  # up to the first that fails; what is there is judged: half a trace is a trace
         ended = run(command, wrapper.directory, options.timeout)
-        log = without_colours(pathlib.Path(wrapper.directory, command.log).read_text(errors="replace"))
+        log = pathlib.Path(wrapper.directory, command.log).read_text(errors="replace")
+        log = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", log)  # colours
         if ended.code or ended.reason:
             code, reason = wrapper.explain(*failure(ended, log), log)
             break
@@ -184,12 +191,3 @@ def write_manifest(wrapper, commands, outcome):
         "script": wrapper.script, "exit_code": outcome.code, "reason": outcome.reason,
         "seconds": round(outcome.seconds, 3), "steps": steps[0], "steps_counted": steps[1],
         "about": wrapper.about(), "notes": wrapper.notes, "commands": [command.argv for command in commands]})
-
-
-def main(wrapper_class, arguments):
-    """Exit code of one wrapper; wrong use is one line, problems of the machine are a list."""
-    def run(argv):
-        torchrun.require_alone(wrapper_class.script)
-        return profile(wrapper_class.from_arguments(argv)).code
-
-    return files.exit_code(run, arguments, wrapper_class.script)

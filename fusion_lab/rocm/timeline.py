@@ -1,13 +1,12 @@
 """What the traces of one run say: how busy the GPU was, which range launched what, what graphs ran."""
 import pathlib
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from fusion_lab.rocm.records import TIMES, add_up, read_rows, result_files
 
 OUTSIDE = "outside all ranges"
-REPLAYED = "in a HIP graph"  # its replays run no Python, so no range is open
 REPLAY = "hipGraphLaunch"
 
 
@@ -40,11 +39,8 @@ def replays(traces):
     """[number of kernels that each launch of a graph was recorded to run]"""
     counts = []
     for trace in traces:
-        launched = {number: 0 for function, _, number, _ in trace.calls if function.startswith(REPLAY)}
-        for _, number, _, _ in trace.kernels:
-            if number in launched:
-                launched[number] += 1
-        counts += launched.values()
+        launched = Counter(number for _, number, _, _ in trace.kernels)
+        counts += [launched[number] for function, _, number, _ in trace.calls if function.startswith(REPLAY)]
     return counts
 
 
@@ -74,7 +70,7 @@ def range_of_calls(trace):
         while around and around[-1][1] <= time:
             around.pop()
         if is_call:
-            names[number] = REPLAYED if name.startswith(REPLAY) else around[-1][0] if around else OUTSIDE
+            names[number] = around[-1][0] if around else OUTSIDE
         else:
             around.append((name, -number))
     return names

@@ -2,13 +2,14 @@
 import os
 import shlex
 
-from fusion_lab.rocm import failures, preflight, profiled
-from fusion_lab.training import files, flags
-from fusion_lab.training.files import FAILED, PROGRAM_FAILED, UserError, printable
+from fusion_lab.rocm import failures, preflight
+from fusion_lab.training import files, flags, torchrun
+from fusion_lab.training.files import FAILED, PROGRAM_FAILED, printable
 from fusion_lab.training.program import DEFAULT_PROGRAM
 
-# Ranges, start and stop for the profiler outside, and no torch.profiler inside: two cannot share a GPU.
-OUTER = ["--enable-rocm-profiling"]
+# Ranges, start and stop for the profiler outside, and no torch.profiler inside: two cannot share a GPU. Tools
+# run the program up to a dozen times; each run sets aside what the one before it wrote.
+OUTER = ["--enable-rocm-profiling", "--force"]
 NO_GRAPHS = ("--disable-cuda-graphs",)  # ROCm 7.0 to 7.14 lose kernels of graphs that are replayed
 EPILOG = f"""
 Everything that is not an option of this script goes to the profiled program untouched; `--` forces that.
@@ -16,9 +17,8 @@ Without --enable-cuda-graphs it runs without graphs, whose kernels ROCm 7.0 to 7
 Examples, and what each tool answers: docs/amd.md.
 
 environment:
-  PYTHON               interpreter that has torch for ROCm (default: python3)
-  {profiled.VARIABLE}  program to profile, where --program names none
-  ROCM_PATH            ROCm tree, searched after PATH (default: /opt/rocm)
+  PYTHON     interpreter that has torch for ROCm (default: python3)
+  ROCM_PATH  ROCm tree, searched after PATH (default: /opt/rocm)
 
 {files.EXIT_CODES}
 """
@@ -31,9 +31,10 @@ SWITCHES = {"--force": "use a directory that is not empty: what is in it is set 
 def parse(arguments, script, about, default_dir, timeout, add_options):
     """(options of a script, flags of the program): what the script does not know is the program's."""
     default = os.path.basename(DEFAULT_PROGRAM)
+    torchrun.require_alone(script)
     parser = flags.Parser(prog=script, description=about, epilog=EPILOG,
                           usage=f"./{script} [options] [--] [flags of {default}]")
-    parser.add_argument("--program", metavar="FILE",
+    parser.add_argument("--program", metavar="FILE", default=DEFAULT_PROGRAM,
                         help=f"the program to profile (default: {default} next to this script)")
     parser.add_argument("-o", "--output-dir", metavar="DIR", help="fresh directory for the results "
                         f"(default: ./{default_dir}, where earlier results are set aside)")
@@ -61,8 +62,12 @@ class Wrapper:
     def __init__(self, options, own_flags):
         self.options, self.own_flags, self.notes = options, own_flags, []
         self.directory = self.records = os.path.abspath(options.output_dir or self.default_dir)
-        self.program, self.answer, self.trouble = profiled.chosen_program(options.program), {}, ""
+        self.program = os.path.abspath(options.program)
         self.tool = preflight.find_tool(self.executable, *self.help_arguments)
+        self.answer, self.trouble = {}, ""
+        if not self.continues:
+            self.answer, self.trouble = preflight.ask(self.program, self.flags_with(self.own_flags))
+            self.notes += [f"flags were not judged: {self.trouble}"] * bool(self.trouble)
 
     @classmethod
     def add_options(cls, parser):
@@ -70,51 +75,22 @@ class Wrapper:
                             help=f"passed on to {cls.executable}: --tool-option=--name")
 
     @classmethod
-    def from_arguments(cls, arguments, sizes=None):
+    def from_arguments(cls, arguments):
         """A wrapper that is ready to run. Raises UserError, also where the program refuses its flags."""
         workload = [*OUTER, *cls.workload, *(word for pair in cls.sizes for word in pair)]
         about = f"{cls.__doc__}\nFlags of the program before yours:\n{' '.join(workload)}"
-        wrapper = cls(*parse(arguments, cls.script, about, cls.default_dir, cls.timeout, cls.add_options))
-        wrapper.sizes = wrapper.sizes if sizes is None else sizes
-        if not wrapper.continues:
-            wrapper.answer, wrapper.trouble = profiled.ask(wrapper.program, wrapper.flags_with([]))
-            if wrapper.trouble:
-                wrapper.notes.append(f"flags were not judged: {wrapper.trouble}")
-        return wrapper
+        return cls(*parse(arguments, cls.script, about, cls.default_dir, cls.timeout, cls.add_options))
 
     def flags_with(self, words):
-        place = os.path.join(self.directory, "program")
-        return ["--profile-dir", place, *OUTER, *self.workload, *words, *self.own_flags]
+        return ["--profile-dir", os.path.join(self.directory, "program"), *OUTER, *self.workload, *words]
 
     @property
     def program_flags(self):
-        return self.flags_with(profiled.known(self.answer, [NO_GRAPHS, *self.sizes]))
-
-    def replays_graphs(self):
-        """Whether the user asked for a graph of the whole step, as far as the program tells."""
-        fusion = self.answer.get("fusion_config", {})
-        return "--enable-cuda-graphs" in self.own_flags and fusion.get("enable_cuda_graphs", True)
+        return self.flags_with([*preflight.known(self.answer, [NO_GRAPHS, *self.sizes]), *self.own_flags])
 
     def has(self, option):
         """Does the tool's --help list it? A tool that is not here, or fails, has the newest form."""
         return self.tool.options is None or option in self.tool.options
-
-    def require(self, option):
-        """An option the user asked for: stop where the tool lacks it."""
-        if not self.has(option):
-            raise UserError(f"{option}: not an option of {self.tool}, see {self.executable} --help")
-        return option
-
-    def with_tool_options(self, arguments):
-        """Arguments of the tool, and what the user passes on to it; its own --help must know each option, but
-        for what rocprof-compute hides there until --experimental is given."""
-        for word in self.options.tool_option:
-            name = (word or "--").partition("=")[0]  # argparse makes [] of "--"
-            if name in (*arguments, "--"):
-                raise UserError(f"--tool-option={word or '--'}: this script says it to the tool itself")
-            if name.startswith("-") and "--experimental" not in self.options.tool_option:
-                self.require(name)
-        return [*arguments, *self.options.tool_option]
 
     def files(self):
         """Files that the commands need, name: content; written into the directory before the run."""
@@ -132,9 +108,11 @@ class Wrapper:
 
     def about(self):
         """The tool and the torch, for whom it may concern."""
-        torch, tool = self.answer, f"{self.tool}: {self.tool.path or 'not installed'}"
-        return [tool, f"torch {torch['torch']}, ROCm {torch['hip'] or 'none'}, {torch['gpus']} GPU(s): "
-                f"{torch['torch_path']}"] if torch else [tool]
+        lines = [f"{self.tool}: {self.tool.path or 'not installed, options of its newest release'}"]
+        if torch := self.answer:
+            lines += [f"torch {torch['torch']}, ROCm {torch['hip'] or 'none'}, {torch['gpus']} GPU(s): "
+                      f"{torch['torch_path']}"]
+        return lines
 
     def explain(self, code, reason, log_text):
         """Exit code and reason of a failed command, where the tool's output tells more than its code."""
@@ -143,9 +121,7 @@ class Wrapper:
 
     def script_text(self, commands):
         """The session as a shell script; --dry-run prints it, command.txt keeps it."""
-        about = self.about() if self.tool.path else [
-            f"{self.executable} is not installed; these are the options of its newest release"]
-        lines = [f"# {printable(line)}" for line in (*about, *self.notes)]
+        lines = [f"# {printable(line)}" for line in (*self.about(), *self.notes)]
         lines += [f"mkdir -p {shlex.quote(self.directory)}"]
         lines += [f"printf %s {shlex.quote(content)} > {shlex.quote(os.path.join(self.directory, name))}"
                   for name, content in self.files().items()]

@@ -33,7 +33,6 @@ def elsewhere(tmp_path, monkeypatch):
         (place / name).write_text(f"raise SystemExit('{name} of the user was imported')\n")
     monkeypatch.chdir(place)
     monkeypatch.setenv("PYTHON", sys.executable)
-    monkeypatch.delenv("TINYOPENFOLD_SCRIPT", raising=False)
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     return place
 
@@ -49,6 +48,12 @@ def test_help_is_the_same_from_anywhere(script, project, elsewhere):
     away = run("./a link.sh", "--help")
     assert (away.returncode, away.stdout) == (at_home.returncode, at_home.stdout), away.stderr
     assert "of the user" not in away.stdout + away.stderr
+
+
+def test_an_interpreter_that_cannot_run_them(monkeypatch):
+    monkeypatch.setenv("PYTHON", "/nonexistent/python")
+    done = run(ROOT / "run_rocprofv3.sh", "--dry-run")
+    assert done.returncode == 3 and "set PYTHON" in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("file", ["tiny_openfold_v2.py", "run_pytorch_profiler.py"])

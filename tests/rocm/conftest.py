@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from fusion_lab.rocm import wrapper
 from fusion_lab.training import files
 from tests.rocm.fake_rocm.machine import FAKES, RELEASES, TOOLS
 
@@ -35,7 +36,8 @@ def machine(tmp_path, installations, monkeypatch):
         settings = {"PATH": f"{prefix}/bin:/usr/bin:/bin", "ROCM_PATH": str(prefix), "PYTHON": sys.executable,
                     "PYTHONPATH": str(FAKES), "PYTHONDONTWRITEBYTECODE": "",
                     "PYTHONPYCACHEPREFIX": str(installations / "pycache"), "FAKE_HIP": f"{release}.1",
-                    "FAKE_RECORD": str(tmp_path / "record"), "TINYOPENFOLD_SCRIPT": str(FAKES / "trainer.py")}
+                    "FAKE_RECORD": str(tmp_path / "record")}
+        monkeypatch.setattr(wrapper, "DEFAULT_PROGRAM", str(FAKES / "trainer.py"))
         for name in list(os.environ):
             if name.startswith(("ROCP", "HSA_", "FAKE_")):
                 monkeypatch.delenv(name)

@@ -40,7 +40,10 @@ def test_the_program_prints_and_writes_nothing_and_needs_the_standard_library_al
 def test_totals_are_of_all_kernels_and_the_list_of_twenty(tmp_path):
     """k00 to k24 take 1 to 25 ms in two launches each: 325 ms of 50 launches in 5 steps."""
     run_of(tmp_path, *((f"k{i:02d}", 2, (i + 1) * 1_000_000) for i in range(25)), steps=5)
+    csv(tmp_path / "7_memory_copy_trace.csv", "Direction,Start_Timestamp,End_Timestamp", ("H", 0, 2_000_000),
+        ("D", 5, 1_000_005))
     summary = summarize(tmp_path)
+    assert summary["memory_copies"] == dict(count=2, time_ms=3.0)
     assert (summary["distinct_kernels"], summary["launches"], summary["kernel_time_ms"]) == (25, 50, 325.0)
     assert [summary[f"{name}_per_step"] for name in ("launches", "kernel_time_ms")] == [10.0, 65.0]
     assert list(summary["kernels"]) == [f"k{i:02d}" for i in range(24, 4, -1)]

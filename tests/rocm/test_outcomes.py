@@ -11,7 +11,7 @@ NOTHING = {"rocprofv3": "recorded no GPU kernel", "rocprof-sys": "wrote no trace
 OF_EVERY_TOOL = {  # (environment, arguments, exit code, words)
     "tool missing": ({"PATH": "/usr/bin:/bin", "ROCM_PATH": "/nonexistent"}, [], 3, "not found on PATH"),
     "no torch": ({"FAKE_TRAINER": "no_torch"}, [], 3, "needs torch"),
-    "no program": ({"TINYOPENFOLD_SCRIPT": "absent.py"}, [], 3, "cannot read /"),
+    "no program": ({}, ["--program", "absent.py"], 2, "absent.py"),
     "no GPU": ({"FAKE_GPUS": "0"}, [], 4, "--device=/dev/kfd"),
     "wrong use": ({}, ["--timeout", "soon"], 2, "--timeout: 'soon'"),
     "tool crash": ({"FAKE_FAIL": "crash"}, ["--skip-preflight"], 1, "itself failed: "),
@@ -27,6 +27,7 @@ OF_ONE = [
     ("rocprofv3", "7.0", ({}, TWO, 6, "no value of SQ_WAVES: ")),  # the last --pmc counts
     ("rocprofv3", "10.1", ({"FAKE_TRAINER": "raise"}, TWO, 5, "HIP out of memory")),
     ("rocprofv3", "7.0", ({}, ["--pmc", "A B C D E"], 1, "fewer counters in one --pmc")),
+    *((name, "7.0", ({}, ["--tool-option=--no-such"], 2, "look at --tool-option")) for name in TOOLS),
     ("rocprofv3", "7.0", ({"FAKE_FAIL": "fatal"}, [], 1, "librocprofiler-sdk-tool.so does not exist")),
     ("rocprof-compute", "7.0", ({"FAKE_FAIL": "pandas"}, [], 6, "'pandas<3'")),  # it ends well
     ("rocprof-compute", "10.1", ({"FAKE_FAIL": "no_roofline"}, ["--mode", "roof"], 6, "left no roof"))]
@@ -45,7 +46,7 @@ def test_outcome(name, release, outcome, machine, tmp_path, monkeypatch):
     assert done.stderr.startswith("run_") and words in done.stderr and "\x1b" not in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1 or code in (3, 4)
     out = workplace / "out put"
-    assert out.exists() == (code not in (2, 3, 4) or "--skip-preflight" in arguments)
+    assert out.exists() == (code not in (2, 3, 4) or "look at" in words)
     if out.exists():
         assert json.loads((out / "manifest.json").read_text())["exit_code"] == code
         assert (out / "run.log").exists()

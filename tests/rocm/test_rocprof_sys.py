@@ -7,7 +7,7 @@ import pytest
 
 from fusion_lab.rocm import preflight
 from fusion_lab.training.files import NO_DATA, OK, PROGRAM_FAILED
-from tests.rocm.fake_rocm.machine import everywhere, manifest, start, wrapper
+from tests.rocm.fake_rocm.machine import everywhere, start, wrapper
 
 
 @pytest.mark.parametrize("arguments, modules, rocpd", [
@@ -31,7 +31,7 @@ def test_how_rocprof_sys_is_called(arguments, modules, rocpd, machine, monkeypat
 def test_it_writes_what_was_asked_for_whatever_the_defaults(release, machine):
     """Before 7.2 there is no database, which is said; torch's own libraries let it see the GPU."""
     workplace = machine(release, ROCPROFSYS_OUTPUT_PREFIX="theirs", ROCPROFSYS_TIME_OUTPUT="ON")
-    done = start("rocprof-sys", "--rocpd", "--modules", "a b", "--modules", "c|d")
+    done = start("rocprof-sys", "--rocpd")
     assert done.returncode == 0, done.stdout + done.stderr
     out = workplace / "rocprof_sys_profiles_v2"
     names = {re.sub(r"-\d+", "", path.name) for path in out.iterdir()}
@@ -39,13 +39,12 @@ def test_it_writes_what_was_asked_for_whatever_the_defaults(release, machine):
     assert ("rocpd.db" in names) == (release == "10.1")
     assert ("but no rocpd database, which comes with ROCm 7.2" in done.stdout) == (release != "10.1")
     assert "ui.perfetto.dev" in done.stdout and "no GPU kernel" not in done.stdout
-    assert manifest(out)["commands"][0][2:4] == ["a b", "c|d"]
 
 
 @pytest.mark.parametrize("said, results, code, reason", [
     ("x\ntrainer.py: error: no\nException - b\n{}\n", {}, PROGRAM_FAILED, "no"),
-    ("ran\nException - HIP out of memory\n{}\n", {}, PROGRAM_FAILED, "an exception: HIP out of memory"),
-    ("Traceback (most recent call last):\n  File\n{}\n", {}, PROGRAM_FAILED, "it raised an exception"),
+    ("ran\nException - HIP out of memory\n{}\n", {}, PROGRAM_FAILED, "HIP out of memory"),
+    ("Traceback (most recent call last):\n  File\nKeyError: 1\n", {}, PROGRAM_FAILED, "KeyError: 1"),
     ("no Exception - here\n", {}, PROGRAM_FAILED, "it left no result"),
     ("fine\n{}\n", {"trip_count-7.txt": "", "metadata-7.json": "{}"}, NO_DATA, "wrote no trace"),
     ("fine\n{}\n", {"perfetto-trace-7.proto": "x", "wall_clock-7.txt": "x"}, OK,

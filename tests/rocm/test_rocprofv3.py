@@ -1,11 +1,10 @@
 """rocprofv3: how it is called, what it recorded, what it left out."""
-import os
 import pathlib
 import sys
 
 import pytest
 
-from fusion_lab.training.files import NO_DATA, OK, UserError
+from fusion_lab.training.files import NO_DATA, OK
 from tests.rocm.fake_rocm.machine import csv, everywhere, recorded, run_of, start, summary_of, wrapper
 
 
@@ -15,7 +14,6 @@ from tests.rocm.fake_rocm.machine import csv, everywhere, recorded, run_of, star
     ("7.0", ["--pmc", " A, B "], ["--pmc", "A", "B"]),
     ("7.0", ["--selected-regions"], ["--marker-trace", "--selected-regions"]),  # 7.0 to 7.2 want both
     ("10.1", ["--pmc", "A B", "--pmc", "C"], ["--pmc", "A", "B", "--pmc", "C"]),
-    ("7.0", ["--tool-option=--collection-period", "--tool-option", "1:2:1"], []),
     ("6.3", ["--selected-regions"], []), (None, ["--dry-run", "--tool-option=--kernel-rename"], [])])
 def test_how_rocprofv3_is_called(release, arguments, expected, machine):
     """CSV is asked for, which all releases write; --tool-option's words come last."""
@@ -26,18 +24,7 @@ def test_how_rocprofv3_is_called(release, arguments, expected, machine):
         found.tool.path or "rocprofv3", "--kernel-trace", "--stats", *expected, "--output-format", "csv",
         "--output-directory", found.directory, "--output-file", "process_%pid%", *found.options.tool_option,
         "--", sys.executable, found.program, *found.program_flags]
-    assert set(command.unset_env) == {"ROCPROF_OUTPUT_FORMAT", "ROCPROF_OUTPUT_PATH",
-                                      "ROCPROF_OUTPUT_FILE_NAME", "ROCPROFILER_REGISTER_LIBRARY"}
     assert any("whole run" in note for note in found.notes) == (release == "6.3")
-
-
-@pytest.mark.parametrize("word, words", [
-    ("--no-such=1", "--no-such: not an option of rocprofv3 of ROCm 7.0"), ("-P", "-P: not an option"),
-    ("--", "--tool-option=--: this script says it"), ("--output-directory=/tmp", "this script says it")])
-def test_words_that_are_not_passed_on(word, words, machine):
-    machine("7.0")
-    with pytest.raises(UserError, match=words):
-        wrapper("rocprofv3", f"--tool-option={word}").commands()
 
 
 @everywhere
@@ -80,20 +67,18 @@ def test_one_run_for_each_pmc(machine, tmp_path):
         "SQ_WAVES": 32 * 1488, "FETCH_SIZE": 2 * 1488, "WRITE_SIZE": 1488})
 
 
-def test_a_trace_without_its_counters_is_no_result(machine):
+def test_a_trace_without_its_counters_or_kernels_is_no_result(machine):
     machine("7.0")
     found = wrapper("rocprofv3", "-o", "out", "--pmc", "SQ_WAVES:device=0, GRBM_COUNT")
-    os.makedirs(found.directory)
-    assert found.judge("")[0] == NO_DATA
-    csv(pathlib.Path(found.directory) / "7_hip_api_trace.csv",
-        "Function,Thread_Id,Correlation_Id,Start_Timestamp", ("hipLaunchKernel", 1, 1, 1))
+    place = pathlib.Path(found.directory)
+    csv(place / "7_hip_api_trace.csv", "Function,Thread_Id,Correlation_Id,Start_Timestamp",
+        ("hipLaunchKernel", 1, 1, 1))
     assert "1 launches without. Unset ROCPROFILER_REGISTER_LIBRARY" in found.judge("")[1]
-    run_of(pathlib.Path(found.directory), ("k", 3, 1_500_000))
+    run_of(place, ("k", 3, 1_500_000))
     for value, words in ((None, "no value of GRBM_COUNT"), (0, "On RDNA GPUs"), (5, "3 kernel launches")):
-        csv(pathlib.Path(found.directory) / "7_counter_collection.csv", "Counter_Name,Counter_Value",
-            ("SQ_WAVES", 0), *([("GRBM_COUNT", value)] if value is not None else []))
+        csv(place / "7_counter_collection.csv", "Counter_Name,Counter_Value", ("SQ_WAVES", 0),
+            *([("GRBM_COUNT", value)] if value is not None else []))
         code, reason = found.judge("")
         assert code == (OK if value else NO_DATA) and words in reason
     found.selected = True
     assert found.why_no_kernel("no profiler start and stop (lib missing)").endswith("begin, lib missing")
-    assert "no region was marked" in found.why_no_kernel("")

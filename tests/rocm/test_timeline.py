@@ -33,8 +33,7 @@ def test_kernels_belong_to_the_innermost_ranges_of_their_own_process(tmp_path):
         csv(tmp_path / f"{pid}_kernel_trace.csv", KERNELS, *((4, "k", number, 0, time) for number, time in (
             (1, 10), (2, 3), (3, 4), (4, 5), (5, 7), (6, 8), (9, 1))))
     assert timeline.time_by_range(timeline.read_traces(tmp_path)) == {
-        "up": (2, 18.0), "down": (2, 18.0), "in": (2, 14.0), timeline.REPLAYED: (2, 10.0),
-        timeline.OUTSIDE: (6, 16.0)}
+        "up": (3, 23.0), "down": (3, 23.0), "in": (2, 14.0), timeline.OUTSIDE: (6, 16.0)}
 
 
 @pytest.mark.parametrize("traced, kernels, nodes, recorded, expected, lost", [
@@ -61,7 +60,6 @@ def test_a_process_with_launches_and_no_kernels_is_named(tmp_path):
     """A child that got ROCPROFILER_REGISTER_LIBRARY from its parent, whose own kernels were recorded."""
     csv(tmp_path / "7_hip_api_trace.csv", CALLS, ("hipLaunchKernel", 1, 1, 1), ("hipMalloc", 1, 2, 2))
     csv(tmp_path / "7_kernel_trace.csv", KERNELS, (4, "k", 1, 0, 9))
-    assert summarize(tmp_path)["launches_without_kernels"] == 0
     csv(tmp_path / "8_hip_api_trace.csv", CALLS, ("hipLaunchKernel", 1, 1, 1), ("hipMalloc", 1, 2, 2))
     assert summarize(tmp_path)["launches_without_kernels"] == 1
     assert "Unset ROCPROFILER_REGISTER_LIBRARY" in render(summarize(tmp_path))

@@ -16,20 +16,22 @@ every_door = pytest.mark.parametrize("name", [*TOOLS, "all"])
 def test_session(name, release, machine, tmp_path):
     """A user's flags arrive as they are, last, so that they win; records tell what was run."""
     workplace = machine(release)
-    done = start(name, "-o", "out put", *ODD_FLAGS, "--num-steps", "4", "--", "-o", "theirs")
+    checked = start(name, "--preflight").stdout
+    assert checked.endswith("\ncan profile here\n") and "problem" not in checked
+    arguments = ["-o", "out put", *ODD_FLAGS, "--num-steps", "4", "--", "-o", "theirs"]
+    done = start(name, *arguments)
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
     runs, out = fakes.recorded(tmp_path), workplace / "out put"
     flags = [*ODD_FLAGS, "--num-steps", "4", "-o", "theirs"]
     assert all(run["argv"][-len(flags):] == flags and run["cwd"] == str(workplace) for run in runs)
-    assert runs[0]["argv"][:4] == ["--profile-dir", str(out / "program"), "--enable-rocm-profiling",
-                                   *wrapper(name, "--dry-run").workload[:1]]
+    workload = ["--enable-rocm-profiling", "--force", *wrapper(name, "--dry-run").workload]
+    assert runs[0]["argv"][:2 + len(workload)] == ["--profile-dir", str(out / "program"), *workload]
     assert (out / "program" / "performance_summary_v2.json").exists() and (out / "run.log").stat().st_size
     record = fakes.manifest(out)
     assert record["exit_code"] == 0 and f"of ROCm {release}: /" in record["about"][0]
     assert f"torch 2.13.0, ROCm {release}.1" in record["about"][1]
     assert "ROCM_PATH=" in (out / "env.txt").read_text()
-    shown = start(name, "--dry-run", "-o", "out put", *ODD_FLAGS, "--num-steps", "4", "--", "-o", "theirs")
-    assert (out / "command.txt").read_text() == shown.stdout
+    assert (out / "command.txt").read_text() == start(name, "--dry-run", *arguments).stdout
     assert start(name, "-o", "out put").returncode == 2  # not empty
 
 
@@ -38,7 +40,7 @@ def test_dry_run_without_the_tool_is_a_script_that_the_tools_accept(name, machin
     """What is printed on a machine without ROCm is run, as it is, on machines with one."""
     workplace = machine(None)
     done = start(name, "--dry-run", *ODD_FLAGS)
-    assert done.returncode == 0 and not list(workplace.iterdir()) and "is not installed" in done.stdout
+    assert done.returncode == 0 and not list(workplace.iterdir()) and "not installed" in done.stdout
     for release in fakes.RELEASES:
         machine(release)
         copied = subprocess.run(["bash", "-e"], input=done.stdout, capture_output=True, text=True)
@@ -59,37 +61,29 @@ def test_flags_that_the_program_refuses(name, machine, tmp_path):
 
 
 @every_door
-def test_another_program(name, machine, tmp_path, monkeypatch):
-    """--program, before TINYOPENFOLD_SCRIPT; it is asked once, which means one import of torch."""
-    workplace = machine("7.0")
+def test_another_program_is_asked_once(name, machine, tmp_path):
+    """By each profiler of `all` and by itself: each question means one import of torch."""
+    machine("7.0")
     other = shutil.copy(FAKES / "trainer.py", tmp_path / "other.py")
-    monkeypatch.setenv("TINYOPENFOLD_SCRIPT", "/nonexistent.py")
-    done = start(name, "--program", other, "-o", "out", *["--only=rocprof-sys"] * (name == "all"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    used, = [*workplace.rglob("workload.py"), *workplace.rglob("command.txt")][:1]
-    assert str(other) in used.read_text() and (tmp_path / "record.questions").read_text() == "asked\n"
+    done = start(name, "--program", other, "--dry-run", *["--only=rocprof-sys"] * (name == "all"))
+    assert done.returncode == 0 and str(other) in done.stdout
+    assert (tmp_path / "record.questions").read_text() == "asked\n" * (1 + (name == "all"))
 
 
-@pytest.mark.parametrize("arguments, graphs", [([], False), (["--enable-cuda-graphs"], True)])
-def test_graphs_run_only_where_they_were_asked_for(arguments, graphs, machine):
+def test_graphs_run_only_where_they_were_asked_for(machine):
     """ROCm 7.0 to 7.14 lose kernels of graphs; HIP calls are traced with them, to count each replay's."""
     machine("7.0")
-    found = wrapper("rocprofv3", "--dry-run", *arguments)
-    assert ("--hip-trace" in found.commands()[0].argv) == graphs
-    assert found.program_flags.index("--disable-cuda-graphs") < len(found.program_flags) - len(arguments)
+    for asked in ([], ["--enable-cuda-graphs"]):
+        found = wrapper("rocprofv3", "--dry-run", *asked)
+        assert ("--hip-trace" in found.commands()[0].argv) == bool(asked)
+        assert found.program_flags[-1 - len(asked):] == ["--disable-cuda-graphs", *asked]
 
 
 @pytest.mark.slow
-def test_the_real_program_judges_its_flags(machine, monkeypatch):
+def test_the_real_program_judges_its_flags(machine):
     workplace = machine("7.0", PYTHONPATH="")
-    monkeypatch.delenv("TINYOPENFOLD_SCRIPT")
-    done = start("rocprofv3", "--dry-run", "--", "--num-steps", "0")
+    real = ["--dry-run", "--program", ROOT / "tiny_openfold_v2.py"]
+    done = start("rocprofv3", *real, "--", "--num-steps", "0")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--num-steps" in done.stderr
-    shown = start("rocprofv3", "--dry-run", "--enable-all-fusion").stdout
+    shown = start("rocprofv3", *real, "--enable-all-fusion").stdout
     assert "--disable-cuda-graphs" in shown and "not judged" not in shown and not list(workplace.iterdir())
-
-
-def test_python_that_cannot_run_the_wrappers(machine):
-    machine(None, PYTHON="/nonexistent/python")
-    done = subprocess.run([ROOT / "run_rocprofv3.sh", "--dry-run"], capture_output=True, text=True)
-    assert done.returncode == 3 and "set PYTHON" in done.stderr and not done.stdout

@@ -25,10 +25,8 @@ KERNELS = (  # demangled name, launches, nanoseconds of each: as rocprofv3 names
 )
 LAUNCHES = sum(calls for _, calls, _ in KERNELS)
 TRACE_HEADERS = {
-    "rocprofv3": "Kind,Agent_Id,Queue_Id,Stream_Id,Thread_Id,Dispatch_Id,Kernel_Id,Kernel_Name,"
-                 "Correlation_Id,Start_Timestamp,End_Timestamp,LDS_Block_Size,Scratch_Size,VGPR_Count",
-    "rocprof-compute": "Dispatch_ID,GPU_ID,Grid_Size,Workgroup_Size,Kernel_Name,Start_Timestamp,"
-                       "End_Timestamp,SQ_WAVES,GRBM_COUNT,SQ_BUSY_CYCLES"}
+    "rocprofv3": "Kind,Agent_Id,Kernel_Name,Correlation_Id,Start_Timestamp,End_Timestamp",
+    "rocprof-compute": "Dispatch_ID,Kernel_Name,Start_Timestamp,End_Timestamp,SQ_WAVES,GRBM_COUNT"}
 
 
 def write_csv(path, header, rows):
@@ -46,7 +44,7 @@ def write_stats(path, kernels=KERNELS):
         for name, calls, time in sorted(kernels, key=lambda kernel: -kernel[1] * kernel[2])))
 
 
-def dispatches(kernels=KERNELS):
+def dispatches(kernels):
     clock = 5_000_000_000
     for name, calls, time in kernels:
         for _ in range(calls):

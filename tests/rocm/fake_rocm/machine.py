@@ -39,17 +39,17 @@ def wrapper(name, *arguments):
     return all_profilers.WRAPPERS[name].from_arguments(list(arguments))
 
 
-def summary_of(directory):
-    return json.loads((directory / "rocprofv3_summary.json").read_text())
+def summary_of(directory, name="rocprofv3_summary.json"):
+    return json.loads((directory / name).read_text())
+
+
+def manifest(directory):
+    return summary_of(directory, "manifest.json")
 
 
 def recorded(tmp_path):
     """argv, cwd and inherited of every run of the stand-in for the trainer."""
     return [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
-
-
-def manifest(directory):
-    return json.loads((pathlib.Path(directory) / "manifest.json").read_text())
 
 
 def csv(path, header, *rows):

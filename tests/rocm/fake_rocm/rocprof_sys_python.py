@@ -9,18 +9,6 @@ import traceback
 import common
 
 
-def build_parser():
-    parser = argparse.ArgumentParser(prog="rocprofsys", allow_abbrev=not common.NEW)
-    parser.add_argument("-b", "--builtin", action="store_true")
-    parser.add_argument("-c", "--config", metavar="FILE")
-    for name in ("--full-filepath", "--annotate-trace", "--trace-c"):
-        parser.add_argument(name, nargs="?", const=True, metavar="BOOL")
-    for word in ("include", "exclude", "restrict"):
-        parser.add_argument(f"--function-{word}", nargs="+", metavar="FUNC")
-        parser.add_argument(f"--module-{word}", nargs="+", metavar="FILE")
-    return parser
-
-
 def setting(name, default):
     return os.environ.get(f"ROCPROFSYS_{name}", default).lower() in ("on", "true", "1", "yes")
 
@@ -51,7 +39,10 @@ def main():
         raise RuntimeError("rocprofsys could not be initialised")
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    build_parser().parse_args(arguments[:cut])
+    parser = argparse.ArgumentParser(prog="rocprofsys", allow_abbrev=not common.NEW)
+    for name in ("--module-restrict", "--function-exclude"):
+        parser.add_argument(name, nargs="+")
+    parser.parse_args(arguments[:cut])
     sys.argv = arguments[cut + 1:]
     if not os.path.isfile(sys.argv[0]):
         sys.exit(f"Could not find script {sys.argv[0]}")

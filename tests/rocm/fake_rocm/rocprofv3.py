@@ -20,10 +20,8 @@ def build_parser():
     parser.add_argument("-d", "--output-directory", default=os.environ.get("ROCPROF_OUTPUT_PATH"))
     parser.add_argument("-o", "--output-file", default=os.environ.get("ROCPROF_OUTPUT_FILE_NAME"))
     parser.add_argument("--pmc", nargs="*", action="append" if common.NEW else "store")
-    parser.add_argument("--collection-period", nargs="+")
     for name in BOOLEANS + ["--selected-regions"] * (not common.OLD):
-        prose = "newer releases also have --selected-regions" if name == "--stats" else None
-        parser.add_argument(name, nargs="?", const=True, metavar="BOOL", help=prose)
+        parser.add_argument(name, nargs="?", const=True, metavar="BOOL")
     return parser
 
 

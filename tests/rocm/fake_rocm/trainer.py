@@ -1,4 +1,6 @@
 """Stand-in for tiny_openfold_v2.py: takes nearly any flags, fails as FAKE_TRAINER says."""
+import argparse
+import ctypes
 import json
 import os
 import pathlib
@@ -15,6 +17,7 @@ def value(name, default):
     return sys.argv[places[-1] + 1] if places else default
 
 
+DIRECTORY = pathlib.Path(value("--profile-dir", "pytorch_profiles_v2"))
 TRAINING = {"num_steps": int(value("--num-steps", 50)), "warmup_steps": int(value("--warmup-steps", 5))}
 
 
@@ -23,9 +26,8 @@ def check_flags():
     with open(os.environ["FAKE_RECORD"] + ".questions", "a") as file:
         file.write("asked\n")
     print(json.dumps({
-        "mode": "check_flags", "asked": "--compare-fusion" if "--compare-fusion" in sys.argv else None,
-        "config": {"num_blocks": 4, "num_seqs": 16, "seq_len": 64}, "training_params": TRAINING,
-        "fusion_config": {"enable_cuda_graphs": "--enable-cuda-graphs" in sys.argv},
+        "asked": None, "config": {"num_blocks": 4, "num_seqs": 16, "seq_len": 64},
+        "training_params": TRAINING, "fusion_config": {"enable_cuda_graphs": False},
         "torch": "2.13.0", "torch_path": "/site/torch/__init__.py",
         "hip": os.environ.get("FAKE_HIP", "7.0.1") or None, "gpus": int(os.environ.get("FAKE_GPUS", "1"))}))
 
@@ -33,7 +35,7 @@ def check_flags():
 def switch_outer_profiler(word):
     """By the project's own code, on a stand-in for the library."""
     import roctx as library
-    library.install()
+    ctypes.CDLL = library.Library
     sys.path.append(str(pathlib.Path(library.__file__).resolve().parents[3]))
     from fusion_lab.measuring import roctx
     try:
@@ -43,21 +45,24 @@ def switch_outer_profiler(word):
 
 
 def write_summary():
-    directory = pathlib.Path(value("--profile-dir", "pytorch_profiles_v2"))
-    directory.mkdir(parents=True, exist_ok=True)
+    DIRECTORY.mkdir(parents=True)
     summary = {"performance_summary": {"median_batch_time": 0.0125, "launches_per_step": 39.0}}
-    (directory / "performance_summary_v2.json").write_text(json.dumps(summary))
+    (DIRECTORY / "performance_summary_v2.json").write_text(json.dumps(summary))
     print(json.dumps(summary), flush=True)
 
 
 def main():
-    for wrong, code, words in (("--bad-flag" in sys.argv, 2, "unrecognized arguments: --bad-flag"),
-                               (BEHAVIOUR == "no_torch", 3, "needs torch")):
-        if wrong:
-            sys.stderr.write(f"trainer.py: error: {words}\n")
-            sys.exit(code)
+    if "--bad-flag" in sys.argv:
+        argparse.ArgumentParser().error("unrecognized arguments: --bad-flag")
+    if BEHAVIOUR == "no_torch":
+        sys.stderr.write("trainer.py: error: needs torch\n")
+        sys.exit(3)
     if "--check-flags" in sys.argv:
         return check_flags()
+    if DIRECTORY.exists():
+        if "--force" not in sys.argv:
+            sys.exit(f"trainer.py: error: {DIRECTORY} is not empty")
+        DIRECTORY.rename(f"{DIRECTORY}.old-{time.time()}")
     with open(os.environ["FAKE_RECORD"], "a") as file:
         file.write(json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd(),
                                "inherited": "ROCPROFILER_REGISTER_LIBRARY" in os.environ}) + "\n")
