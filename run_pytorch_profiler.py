@@ -10,7 +10,7 @@ files.quiet(__name__)
 
 import time
 
-from fusion_lab.measuring.attribution import ANALYSIS
+from fusion_lab.measuring.analysis import ANALYSIS
 from fusion_lab.measuring.comparison.variants import with_fusion
 from fusion_lab.profiler.arguments import SCRIPT, parse
 from fusion_lab.profiler.report import read_analysis
@@ -21,6 +21,7 @@ from fusion_lab.training.files import claim, exit_code, finite
 from fusion_lab.training.flags import named_program
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.program import load_program
+from tiny_openfold_v2 import train
 
 
 def results_directory(arguments, profiler):
@@ -34,6 +35,7 @@ def results_directory(arguments, profiler):
 
 RESULT_FILES = dict(pytorch_profiler=ANALYSIS, ablation=f"{SUMMARY}.json", compare_v1=V1_COMPARISON)
 HEADLINES = ("mode", "findings", "step", "step_ms", "folders")
+STEP = ("untraced_ms", "p20_ms", "p80_ms", "gpu_busy_ms")  # of a session's step
 
 
 def earlier_session(arguments, profiler):
@@ -51,13 +53,13 @@ def sessions(program, settings, arguments):
     earlier = earlier_session(arguments, settings.profiler)
     choose_device(settings.training.device)
     directory = results_directory(arguments, settings.profiler)
-    options = dict(steps=arguments.profile_steps, roofline=arguments.roofline)
+    options = dict(train=train, roofline=arguments.roofline)
     if arguments.ablation:
         result = ablation(program, settings, directory, **options)
     elif arguments.compare_v1:
         result = compare_v1(program, settings, directory, **options)
     else:
-        result = run_session(program, settings, directory, **options, earlier=earlier).as_dict()
+        result = run_session(program, settings, directory, **options, earlier=earlier)
     return result, os.path.join(directory, RESULT_FILES[result["mode"]])
 
 
@@ -71,6 +73,8 @@ def run(argv=None):
         settings = with_fusion(settings, program.fusion_config.preset(False))
     result, path = sessions(program, settings, arguments)
     headline = finite({key: result[key] for key in HEADLINES if key in result})
+    if "step" in headline:
+        headline["step"] = {key: headline["step"][key] for key in STEP}
     if not (reporting.for_people(settings) and result["mode"] == "pytorch_profiler"):  # ends in its findings
         reporting.print_result(headline, path, settings)
     return 0

@@ -114,12 +114,12 @@ from fusion_lab.kernels.library.custom_gradients import LinearReLU, TriangleProd
 from fusion_lab.kernels.library.packing import PackedProjections
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
 from fusion_lab.measuring import accuracy, retune, summary, turns
-from fusion_lab.measuring.attribution import write_analysis
+from fusion_lab.measuring.analysis import write_analysis
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.comparison import compare as comparison
 from fusion_lab.measuring.metrics import Metrics
 from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
-from fusion_lab.measuring.ranges import Profiling
+from fusion_lab.measuring.ranges import PHASES, Profiling
 from fusion_lab.training import distributed, recipe, reporting, torchrun
 from fusion_lab.training.checkpoints import claim_outputs, out_of_patience, preserving, save
 from fusion_lab.training.cuda_graphs import GraphedStep
@@ -659,9 +659,6 @@ class Trainer:
         return preserving(self)
 
 
-PHASES = ("data", "forward", "backward", "optimizer")
-
-
 def run_steps(trainer, source, profiling, found, metrics, stop):
     """Steps up to --num-steps, until a signal, or until --early-stopping has had enough; found is what
     warm_up() measured. Returns (losses, (steps, 4) seconds by phase)."""
@@ -720,15 +717,15 @@ def train(program, settings, compare_with=None):
         watched = settings.profiler if world.first else ProfilerConfig()
         with Profiling(watched, device, trainer.model.sublayers(), found, left) as profiling:
             losses, times = run_steps(trainer, source, profiling, found, metrics, stop)
-        result = summary.summarise(trainer, found, losses, times)
+        result = summary.summarise(trainer, found, losses, profiling.undisturbed(times))
         path = summary.write(trainer, result)  # before anything that can fail
         asked = world.any(stop.signal)
         if not asked:
             evaluate(trainer, source, metrics, stop, print, final=True)
             asked = stop.signal
         summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
-        analysis = (write_analysis(trainer, source, found, times, profiling)
-                    if settings.profiler.enable_pytorch_profiler else None)
+        peak = result["performance_summary"]["peak_memory_mb"]
+        analysis = write_analysis(trainer, found, times, peak, profiling)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], asked)
         if world.first:
             with trainer.averaged():

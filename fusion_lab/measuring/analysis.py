@@ -1,250 +1,157 @@
-"""What a session found, as records, and the three sentences that matter most in it."""
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+"""What a profiled run found, by sub-layer: fusion_analysis.json, and three sentences on what matters."""
+import os
+from datetime import datetime, timezone
 
 import numpy as np
 
 from fusion_lab.measuring.clocks import quantiles
-from fusion_lab.measuring.flops import REST
-from fusion_lab.measuring.tables import code
-from fusion_lab.training.program import Program, Settings
+from fusion_lab.measuring.flops import flops_by_sublayer
+from fusion_lab.measuring.ranges import PHASES, REST, place_of
+from fusion_lab.measuring.roofline import flops_share
+from fusion_lab.measuring.trace import NOT_RECORDED, OUTSIDE, TraceAnalysis, read_trace
+from fusion_lab.training.files import finite, write_json
+from fusion_lab.training.machine import MEGABYTE, system_info
 
+ANALYSIS = "fusion_analysis.json"
+SHORT_US = 5.0  # a kernel below this takes about as long to launch as to run
 LAUNCH_BOUND, BUSY = 0.5, 0.85  # shares of the step: below, the GPU mostly waits; above, it mostly works
-UNDECIDED = "undecided"
-AGREEMENT = 0.8  # share of the steps that must say the same, for a sentence to say it
-TWOFOLD = 2.0  # where sub-layers of equal work differ by as much, the clock saw something else
-NO_WORK = ("view", "autograd's own", "other")  # kinds of operations that say nothing about the device
-LAST_RESORT = 1e-3  # weight of a finding that is made where nothing heavier was found
 
 
-@dataclass
-class SublayerTime:
-    """One sub-layer, or REST, in one direction or phase; per step, all blocks together. total_us is what
-    `share` is of; self_us and traced_host_us are the profiler's."""
-    name: str
-    direction: str
-    calls: float
-    total_us: float
-    self_us: float
-    traced_host_us: float
-    share: float
-    launches: float | None
-    allocated_mb: float | None
-    saved_activation_mb: float | None
+def write_analysis(trainer, found, times, peak, profiling):
+    """fusion_analysis.json beside the trace that a Profiling left; found: the run's Findings; times: (steps,
+    4) seconds by phase; peak: MB or None. Returns the file's path; None without a trace."""
+    if profiling.trace is None:
+        return None
+    path = os.path.join(os.path.dirname(profiling.trace), ANALYSIS)
+    write_json(path, finite(analysis_of(trainer, found, times, peak, profiling)))
+    return path
 
 
-@dataclass
-class Launch:
-    """Is a GPU's step bound by launching? The figures, the verdict, and the arithmetic in words."""
-    launches: float | None
-    step_ms: float
-    busy_ms: float  # with a kernel running
-    verdict: str
-    text: str
+def analysis_of(trainer, found, times, peak, profiling):
+    """The content of fusion_analysis.json; arguments as of write_analysis()."""
+    program, settings = trainer.program, trainer.settings
+    trace = TraceAnalysis(read_trace(profiling.trace), program.model.SUBLAYERS)
+    step = of_a_step(profiling.undisturbed(times), trace)
+    unrecorded = trace.unrecorded(found.graph_kernels)
+    entries = sublayer_entries(trace, found, profiling.undisturbed(profiling.samples))
+    inside = sum(e["share"] for e in entries if e["name"] != REST)
+    outside = sum(e["share"] for e in entries if e["direction"] in (OUTSIDE, NOT_RECORDED))
+    kernels, kinds = kernel_entries(trace)
+    configs = settings.as_dict()
+    clock = "CPU time, without the profiler" if profiling.untraced else "CPU time, under the profiler"
+    result = dict(
+        mode="pytorch_profiler", timestamp=datetime.now(timezone.utc).isoformat(),
+        **{key: configs[key] for key in ("config", "fusion_config", "training_params")},
+        profile_steps=trace.steps, system_info=system_info(trainer.device),
+        trace=os.path.basename(profiling.trace),
+        time_kind="GPU time of kernels and copies" if trace.on_gpu else clock,
+        unit="kernel" if trace.on_gpu else "operation", step=step,
+        total_us=sum(e["total_us"] for e in entries), sublayers=entries, launches_per_step=found.launches,
+        coverage=dict(sublayers=inside, rest=1 - inside - outside, unattributed=outside),
+        kernels=kernels, kinds=kinds, short_kernels=short_kernels(trace.durations()),
+        saved_activation_mb={name: size / MEGABYTE for name, size in found.saved.items()},
+        flops_per_step=found.flops, flops_share=flops_share(program, flops_by_sublayer(program, settings)),
+        memory_peak_mb=peak, unrecorded=unrecorded,
+        launch=launch_arithmetic(found.launches, step, bool(unrecorded)) if trace.on_gpu else None)
+    return dict(result, findings=findings(result))
 
 
-@dataclass
-class Analysis:
-    """A session. samples: one dict a step, {(sub-layer, direction): share of the step}; twins: pairs of
-    sub-layers that do equal work; launch: None on a CPU. as_dict() is the content of fusion_analysis.json,
-    where ceilings, roofline and compared_with stand only if they were asked for."""
-    program: Program
-    settings: Settings
-    timestamp: str
-    profile_steps: int
-    system_info: dict
-    trace: str
-    time_kind: str
-    unit: str
-    step: dict
-    total_us: float
-    sublayers: list
-    launches_per_step: int | None
-    coverage: dict
-    kernels: list
-    kinds: dict
-    short_kernels: dict
-    saved_activation_mb: dict
-    flops_per_step: int
-    flops_share: dict
-    memory_peak_mb: float | None
-    launch: Launch | None
-    unrecorded: list = field(default_factory=list)  # by the profiler, in sentences
-    samples: list = field(default_factory=list)
-    twins: list = field(default_factory=list)
-    ceilings: dict | None = None
-    roofline: list | None = None
-    compared_with: dict | None = None
-
-    OF_THE_RUN = ("program", "settings", "samples", "twins")
-    ASKED_FOR = ("ceilings", "roofline", "compared_with")
-
-    def as_dict(self):
-        configs = self.settings.as_dict()
-        result = dict(mode="pytorch_profiler", timestamp=self.timestamp)
-        result.update({key: configs[key] for key in ("config", "fusion_config", "training_params")})
-        for name, value in vars(self).items():
-            if name not in self.OF_THE_RUN and not (name in self.ASKED_FOR and value is None):
-                result[name] = value
-        return dict(result, sublayers=[asdict(e) for e in self.sublayers], findings=self.findings(),
-                    launch=self.launch and asdict(self.launch))
-
-    def times(self):
-        """{sub-layer: share of the step, forward and backward}"""
-        return totals({(e.name, e.direction): e.share for e in self.sublayers})
-
-    def findings(self):
-        """Three sentences on what matters most here: whether times can be trusted, the heaviest sub-layer,
-        then of all candidates those that are about the largest share of the step."""
-        noise = noise_of_twins(self)
-        first = [noise] if noise else []
-        first += heaviest(self, noise)
-        candidates = [*least_efficient(self, noise), *most_saved(self), *launching(self),
-                      *heaviest_kind(self), *slowest_phase(self), *short_ones(self), *longest(self)]
-        return [*first, *(text for _, text in sorted(candidates, key=lambda pair: -pair[0]))][:3]
+def of_a_step(times, trace):
+    """The part of an analysis about a step as a whole, in ms; times: (steps, 4) seconds by phase."""
+    seconds, busy = times.sum(axis=1), trace.gpu_busy()
+    p20, median, p80 = (1e3 * each for each in quantiles(seconds))
+    return dict(untraced_ms=median, p20_ms=p20, p80_ms=p80, traced_ms=trace.step_us() / 1e3,
+                gpu_busy_ms=None if busy is None else busy / 1e3, step_times=seconds.round(7).tolist(),
+                phases_ms=dict(zip(PHASES, (1e3 * np.median(times, axis=0)).tolist(), strict=True)))
 
 
-def totals(amounts):
-    """{(sub-layer, direction): amount} -> {sub-layer: sum}, REST left out."""
-    sums = {}
-    for (name, _), amount in amounts.items():
-        if name != REST:
-            sums[name] = sums.get(name, 0) + amount
-    return sums
+def sublayer_entries(trace, found, samples):
+    """A dict for each (sub-layer or REST, direction or phase), per step, the longest first. On a GPU times
+    are those of traced kernels and copies; on a CPU the host's, the medians of samples, which are one dict a
+    step, {range or phase: seconds}: the profiler would double the time of small operations."""
+    table, names = trace.sublayer_table(), dict.fromkeys(name for sample in samples for name in sample)
+    seconds = {place_of(name): float(np.median([sample.get(name, 0.0) for sample in samples]))
+               for name in names}
+    times = {place: e["device_us"] if trace.on_gpu else 1e6 * seconds.get(place, 0.0)
+             for place, e in table.items()}
+    total, launches = sum(times.values()) or 1.0, found.launches_by_range
+    return [dict(
+        name=place[0], direction=place[1], calls=table[place]["calls"], total_us=us, share=us / total,
+        launches=table[place]["launches"] if trace.on_gpu else launches and launches.get(place),
+        allocated_mb=in_megabytes(table[place]["allocated_bytes"]),
+        saved_activation_mb=in_megabytes(found.saved.get(place[0], 0) if place[1] == "forward" else None)
+    ) for place, us in sorted(times.items(), key=lambda item: -item[1])]
 
 
-def launch_arithmetic(launches, step_s, busy_s):
-    """Launch of a GPU's steps, which take step_s seconds, one number or one a step, busy_s of them with a
-    kernel running. Steps that disagree make the verdict UNDECIDED."""
-    step, shares = float(np.median(step_s)), busy_s / np.asarray(step_s)
-    lowest, _, highest = quantiles(shares)
-    verdict = launch_verdict(lowest) if launch_verdict(lowest) == launch_verdict(highest) else UNDECIDED
-    sums = (f"kernels run during {1e3 * busy_s:.2f} ms of a {1e3 * step:.2f} ms step, "
-            f"{percent(busy_s / step, shares)}; the GPU waits for the other "
-            f"{1e3 * max(step - busy_s, 0):.2f} ms")
+def in_megabytes(size):
+    return None if size is None else size / MEGABYTE
+
+
+def kernel_entries(trace):
+    """(per-kernel table, the same by kind), with shares of the sum of own times."""
+    kernels, kinds = trace.kernel_table(), {}
+    total = sum(e["self_us"] for e in kernels) or 1.0
+    for e in kernels:
+        e["share"] = e["self_us"] / total
+        entry = kinds.setdefault(e["kind"], dict(calls=0, self_us=0.0, share=0.0))
+        for key in entry:
+            entry[key] += e[key]
+    return kernels, kinds
+
+
+def short_kernels(durations):
+    """How many kernels are very short, and the share of all time that they take."""
+    durations = np.array(durations) if durations else np.ones(1)
+    small = durations < SHORT_US
+    return dict(limit_us=SHORT_US, count_share=float(small.mean()),
+                time_share=float(durations[small].sum() / durations.sum()))
+
+
+def launch_arithmetic(launches, step, lost=False):
+    """Is a GPU's step bound by launching? The figures, the verdict, and the arithmetic in words. step: as
+    of_a_step() has it; lost: whether the profiler missed kernels, which leaves it undecided."""
+    busy, whole = step["gpu_busy_ms"], step["untraced_ms"]
+    share = busy / whole
+    verdict = ("undecided, since the profiler lost kernels" if lost else
+               "launch-bound" if share < LAUNCH_BOUND else
+               "partly launch-bound" if share < BUSY else "not launch-bound")
+    text = f"{verdict}: kernels run during {100 * share:.0f}% of it, and the GPU waits for the rest"
     if launches:  # which an outer profiler counts instead, where there is one
-        sums += (f"; of {launches:.0f} kernels one comes every {1e6 * step / launches:.1f} µs and runs "
-                 f"{1e6 * busy_s / launches:.1f} µs on average")
-    return Launch(launches, 1e3 * step, 1e3 * busy_s, verdict, f"{verdict}: {sums}")
+        text += (f"; one of {launches} kernels comes every {1e3 * whole / launches:.1f} µs and runs "
+                 f"{1e3 * busy / launches:.1f} µs on average")
+    return dict(launches=launches, step_ms=whole, busy_ms=busy, verdict=verdict, text=text)
 
 
-def launch_verdict(busy_share):
-    return ("launch-bound" if busy_share < LAUNCH_BOUND else
-            "partly launch-bound" if busy_share < BUSY else "not launch-bound")
+def shares_of_sublayers(analysis):
+    """{sub-layer: share of the time, all directions}, the heaviest first."""
+    shares = {}
+    for e in analysis["sublayers"]:
+        if e["name"] != REST:
+            shares[e["name"]] = shares.get(e["name"], 0.0) + e["share"]
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
-def percent(share, shares):
-    """"32% (p20 to p80 of the steps 30 to 35%)"; one step has no spread."""
-    if np.size(shares) < 2:
-        return f"{100 * share:.0f}%"
-    lowest, _, highest = quantiles(shares)
-    return f"{100 * share:.0f}% (p20 to p80 of the steps {100 * lowest:.0f} to {100 * highest:.0f}%)"
+def at_most(share):
+    """How many times as fast all would be if what takes this share took no time: Amdahl's ceiling."""
+    return 1 / max(1 - share, 1e-6)
 
 
-def winners(analysis, score):
-    """[(name, in how many steps), ...]: sub-layers by how often score(name, its share) is the largest of a
-    step, the most frequent first, until they stand for nearly all steps."""
-    samples = [totals(sample) for sample in analysis.samples] or [analysis.times()]
-    counts = Counter(max(sample, key=lambda name: score(name, sample[name])) for sample in samples)
-    chosen, covered = [], 0
-    for name, count in counts.most_common():
-        if covered < AGREEMENT * len(samples):
-            chosen.append((name, count))
-            covered += count
-    return chosen
-
-
-def noise_of_twins(analysis):
-    """A sentence where two sub-layers of equal work took very different times, the worst of them; or None."""
-    times, worst = analysis.times(), (TWOFOLD, None, None)
-    for pair in analysis.twins:
-        slow, fast = sorted(pair, key=lambda name: -times.get(name, 0))
-        if times.get(fast):
-            worst = max(worst, (times[slow] / times[fast], slow, fast), key=lambda entry: entry[0])
-    ratio, slow, fast = worst
-    return slow and (f"`{slow}` took {ratio:.1f} times as long as `{fast}`, which does equal work: "
-                     "differences of that size between sub-layers are noise in this session; repeat it on a "
-                     "quiet machine.")
-
-
-def heaviest(analysis, noise):
-    """[the sentence on the sub-layer that takes most time], withheld where twins or steps disagree."""
-    times, flops = analysis.times(), analysis.flops_share
-    if not times or noise:
-        return []
-    first = winners(analysis, lambda _, share: share)
-    of_all = f"of the {len(analysis.program.model.SUBLAYERS)} sub-layers"
-    if len(first) == 1:
-        (name, _), = first
-        share = percent(times[name], [totals(sample)[name] for sample in analysis.samples])
-        return [f"`{name}` takes most time {of_all}: {share} of the step, with {100 * flops[name]:.0f}% of "
-                "their FLOPs."]
-    if len(first) == 2:
-        (a, _), (b, _) = first
-        return [f"`{a}` and `{b}` take most time {of_all}, now one, now the other: {100 * times[a]:.0f}% and "
-                f"{100 * times[b]:.0f}% of the step, with {100 * flops[a]:.0f}% and {100 * flops[b]:.0f}% of "
-                "their FLOPs."]
-    steps, counts = len(analysis.samples), ", ".join(f"`{name}` {count}x" for name, count in first)
-    return [f"Which sub-layer takes most time is undecided: in {steps} steps it was {counts}."]
-
-
-def least_efficient(analysis, noise):
-    times, flops = analysis.times(), analysis.flops_share
-    if not times or noise:
-        return
-    first = winners(analysis, lambda name, share: share - flops[name])
-    name = first[0][0]
-    gap = times[name] - flops[name]
-    if len(first) == 1 and gap > 0 and name != max(times, key=times.get):
-        yield gap, (f"`{name}` is the least efficient: {100 * times[name]:.0f}% of the time for "
-                    f"{100 * flops[name]:.0f}% of the sub-layers' FLOPs: it moves data or waits.")
-
-
-def most_saved(analysis):
-    saved = analysis.saved_activation_mb
-    total = sum(saved.values())
-    if analysis.times() and total:
+def findings(analysis):
+    """Three sentences: the heaviest sub-layer, the largest saved activations, and on a GPU whether it waits
+    for launches."""
+    shares, saved = shares_of_sublayers(analysis), analysis["saved_activation_mb"]
+    found = ["The blocks are compiled or captured whole, so no sub-layer can be told from another; "
+             "--disable-torch-compile --disable-cuda-graphs shows them."]
+    if sum(shares.values()) > 0:
+        name, share = next(iter(shares.items()))
+        of = "GPU time" if analysis["unit"] == "kernel" else "step"
+        found = [f"`{name}` is the heaviest sub-layer: {100 * share:.0f}% of the {of}, with "
+                 f"{100 * analysis['flops_share'][name]:.0f}% of the sub-layers' FLOPs. Whatever makes it "
+                 f"faster, the {of} gains at most a factor of {at_most(share):.2f}."]
+    if total := sum(saved.values()):
         name = max(saved, key=saved.get)
-        yield saved[name] / total / 2, (
-            f"`{name}` keeps {saved[name]:.1f} MB for backward, {100 * saved[name] / total:.0f}% of all "
-            f"saved activations ({total:.1f} MB).")
-
-
-def launching(analysis):
-    launch = analysis.launch
-    if launch and launch.verdict in ("launch-bound", "partly launch-bound"):
-        yield (launch.step_ms - launch.busy_ms) / launch.step_ms, f"The step is {launch.text}."
-
-
-def heaviest_kind(analysis):
-    kinds = {k: v for k, v in analysis.kinds.items() if k not in NO_WORK and k != "matrix product"}
-    if kinds:
-        name = max(kinds, key=lambda k: kinds[k]["share"])
-        entry, product = kinds[name], analysis.kinds.get("matrix product", dict(share=0.0))["share"]
-        yield entry["share"], (
-            f"Beside matrix products ({100 * product:.0f}%), the kind that takes most is {name}: "
-            f"{100 * entry['share']:.0f}% of the {analysis.unit}s' own time in {entry['calls']:.0f} calls.")
-
-
-def slowest_phase(analysis):
-    phases = analysis.step["phases_ms"]
-    if analysis.unit == "kernel" and analysis.settings.fusion.enable_cuda_graphs:
-        return  # one phase
-    name = max(phases, key=phases.get)
-    yield LAST_RESORT, (f"The {name} phase takes most of the step: "
-                        f"{100 * phases[name] / sum(phases.values()):.0f}%, {phases[name]:.2f} ms.")
-
-
-def short_ones(analysis):
-    small = analysis.short_kernels
-    if analysis.unit == "kernel":
-        yield small["time_share"], (
-            f"{100 * small['count_share']:.0f}% of the kernels are shorter than {small['limit_us']} µs; "
-            f"together they take {100 * small['time_share']:.0f}% of the time.")
-
-
-def longest(analysis):
-    top, unit = analysis.kernels[0], analysis.unit
-    yield top["share"], (f"The longest {unit} is {code(top['name'], 80)}: {100 * top['share']:.0f}% of all "
-                         f"{unit}s' own time in {top['calls']:.0f} calls of "
-                         f"{top['self_us'] / top['calls']:.1f} µs.")
+        found.append(f"`{name}` keeps most for the backward pass: {saved[name]:.1f} of {total:.1f} MB, "
+                     f"{100 * saved[name] / total:.0f}%.")
+    if analysis["launch"]:
+        found.append(f"The step is {analysis['launch']['text']}.")
+    return found

@@ -61,20 +61,29 @@ def dispatch_cost(device):
 def measure_ceilings(device, training):
     """Copy bandwidth (bytes/s), matrix products per dtype (FLOP/s), host time of one operation (s); and
     which of them this run's dtype is bound by."""
+    own = amp_dtype(training, device) or torch.float32
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if device.type == "cuda":
         dtypes |= {"tf32": torch.float32, "float16": torch.float16}
+    name = "tf32" if own == torch.float32 and runs_in_tf32(training, device) else \
+        str(own).removeprefix("torch.")
     matmul = {}
-    for name, dtype in dtypes.items():
-        with tf32(name == "tf32"):
-            matmul[name] = float(matmul_ceiling(device, dtype))
-    dtype = amp_dtype(training, device) or torch.float32
-    name = "tf32" if dtype == torch.float32 and runs_in_tf32(training, device) else \
-        str(dtype).removeprefix("torch.")
-    if name not in matmul:
-        matmul[name] = float(matmul_ceiling(device, dtype))
+    for each, dtype in {**dtypes, name: own}.items():
+        with tf32(each == "tf32"):
+            matmul[each] = float(matmul_ceiling(device, dtype))
     return dict(copy_bytes_per_s=float(copy_ceiling(device)), matmul_flops_per_s=matmul, dtype=name,
                 element_bytes=element_bytes(training), dispatch_s=dispatch_cost(device))
+
+
+def highest(ceilings, before):
+    """The better of two measurements of the same ceilings, each by itself; before may be None."""
+    if before is None:
+        return ceilings
+    matmul = {name: max(speed, before["matmul_flops_per_s"][name])
+              for name, speed in ceilings["matmul_flops_per_s"].items()}
+    return dict(ceilings, matmul_flops_per_s=matmul,
+                copy_bytes_per_s=max(ceilings["copy_bytes_per_s"], before["copy_bytes_per_s"]),
+                dispatch_s=min(ceilings["dispatch_s"], before["dispatch_s"]))
 
 
 def element_bytes(training):

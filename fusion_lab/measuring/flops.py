@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from fusion_lab.measuring.clocks import RangeSums
-from fusion_lab.measuring.ranges import ranges
+from fusion_lab.measuring.ranges import REST, ranges
 
-REST = "rest"  # what a step runs outside all sub-layers
 EAGER = dict(enable_torch_compile=False, enable_cuda_graphs=False, torch_compile_mode="default")
 
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.counters import OpCounter, counting_saved, gpu_kernels, saved_activations
 from fusion_lab.measuring.flops import flops_by_sublayer
+from fusion_lab.measuring.ranges import PHASES, place_of, ranges, sums_by_range
 from fusion_lab.measuring.roctx import BLIND, GRAPHS
 from fusion_lab.training.feeding import batch_of, to_device
 from fusion_lab.training.files import counted
@@ -26,6 +28,7 @@ class Findings:
     peak_memory_mb: float | None = None  # of a step by itself, where somebody measured that
     graph_kernels: int | None = None  # that a replay of the step's graph runs
     operations: int | None = None   # equal where the same operations run, on a CPU
+    launches_by_range: dict | None = None  # by (sub-layer or "rest", direction or phase), on a CPU
 
     @property
     def saved_mb(self):
@@ -33,60 +36,49 @@ class Findings:
 
 
 def probe(trainer, batch, count_launches=True):
-    """Findings about one step. On a CPU, compiled code apart, that is one step, which may be the trainer's
-    first: it costs as much there as those that are timed."""
-    flops = sum(flops_by_sublayer(trainer.program, trainer.settings, batch).values())
-    if counts_its_first_step(trainer):
-        return counted_step(trainer, batch, flops)
-    model = trainer.model
-    if not trainer.optimizer.state:  # the very first step makes the optimizer's state, compiles, captures
+    """Findings about one step, of a trainer that has made one or makes one here: it allocates what stays,
+    compiles, captures. On a CPU, where no compiled code hides them, every operation of a step is counted."""
+    model, on_gpu = trainer.model, trainer.device.type == "cuda"
+    found = Findings({}, sum(flops_by_sublayer(trainer.program, trainer.settings, batch).values()))
+    if not trainer.optimizer.state:
         trainer.step(batch)
-    saved = saved_activations(model, model.sublayers(),
-                              lambda: trainer.forward(batch, only_loss=True)["loss"])
-    found = Findings(saved, flops)
-    if trainer.device.type == "cuda":
-        if trainer.graph:
-            found.peak, found.graph_kernels = trainer.graph.peak, trainer.graph.kernels
-        recorded = len(gpu_kernels(lambda: trainer.step(batch))) if count_launches else None
-        found.launches = recorded if (recorded or 0) >= (found.graph_kernels or 1) else None
-        if count_launches and found.launches is None:
+    if not on_gpu and not trainer.settings.fusion.enable_torch_compile:
+        count_a_step(trainer, batch, found)
+        return found
+    found.saved = saved_activations(model, model.sublayers(),
+                                    lambda: trainer.forward(batch, only_loss=True)["loss"])
+    if on_gpu and trainer.graph:
+        found.peak, found.graph_kernels = trainer.graph.peak, trainer.graph.kernels
+    if on_gpu and count_launches:
+        recorded = len(gpu_kernels(lambda: trainer.step(batch)))
+        found.launches = recorded if recorded >= (found.graph_kernels or 1) else None
+        if found.launches is None:
             print(f"Launches of a step: the profiler recorded {recorded} of {found.graph_kernels or 'its'} "
                   f"kernels. {GRAPHS if recorded else BLIND}")
     return found
 
 
+def count_a_step(trainer, batch, found):
+    """Add to Findings what a step's operations on a CPU say, while it runs."""
+    model = trainer.model
+    held = [*{*model.parameters(), *trainer.updated}, *model.buffers(), *batch.values(),
+            *(trainer.average.weights if trainer.average else ()),
+            *(t for state in trainer.optimizer.state.values() for t in state.values())]
+    with OpCounter() as counter, contextlib.ExitStack() as forward:
+        sums = sums_by_range(lambda: counter.launches)
+        timer = PhaseTimer(trainer.device, PHASES[1:], sums.enter, sums.leave)
+        found.saved = forward.enter_context(counting_saved(model, model.sublayers()))
+        with ranges(model.sublayers(), sums.enter, sums.leave, backward=True):
+            timer.start()
+            trainer.step(batch, lambda: (forward.close(), timer.mark()))  # saved is what forward saves
+    found.launches, found.timeline, found.operations = counter.launches, counter.timeline, counter.operations
+    found.launches_by_range = {place_of(name): count for name, count in sums.sums.items()}
+    found.peak = counter.peak + sum(t.nbytes for t in held)
+
+
 def counts_its_first_step(trainer):
     """Whether a step's operations can be counted while it runs; compiled code dispatches none."""
     return trainer.device.type == "cpu" and not trainer.settings.fusion.enable_torch_compile
-
-
-def counted_step(trainer, batch, flops):
-    """Findings about a step on a CPU, while it runs."""
-    model = trainer.model
-    if not trainer.optimizer.state:
-        make_lasting_tensors(trainer)
-    held = [*{*model.parameters(), *trainer.updated}, *model.buffers(),
-            *averaged_weights(trainer), *batch.values(),
-            *(t for state in trainer.optimizer.state.values() for t in state.values())]
-    with OpCounter() as counter, contextlib.ExitStack() as forward:
-        saved = forward.enter_context(counting_saved(model, model.sublayers()))
-        trainer.step(batch, forward.close)  # which is called first after the forward pass
-    return Findings(saved, flops, launches=counter.launches, timeline=counter.timeline,
-                    peak=counter.peak + sum(t.nbytes for t in held), operations=counter.operations)
-
-
-def averaged_weights(trainer):
-    return trainer.average.weights if trainer.average else []
-
-
-def make_lasting_tensors(trainer):
-    """What a trainer's first step makes and all others find, by an update without gradients: the optimizer's
-    moments and the scaler's numbers. A count of the first step would not be that of the others."""
-    trainer.scaler.scale(torch.zeros((), device=trainer.device))
-    for weight in trainer.updated:
-        weight.grad = torch.zeros_like(weight)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad(set_to_none=True)
 
 
 def warm_up(trainer, source, stop=None):

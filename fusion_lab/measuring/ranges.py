@@ -1,14 +1,19 @@
 """Named ranges round modules and phases, attached from outside, for profilers of either kind."""
 import contextlib
-import glob
 import os
+import time
 import warnings
 
 import torch
 
 from fusion_lab.measuring import roctx
+from fusion_lab.measuring.clocks import RangeSums
 from fusion_lab.training.files import counted, write_json
 from fusion_lab.training.machine import MEGABYTE
+
+PHASES = ("data", "forward", "backward", "optimizer")  # of a step
+RECOMPUTE = "recompute"  # a forward pass once more, during backward: activation checkpointing
+REST = "rest"  # what a step runs outside all sub-layers
 
 
 @contextlib.contextmanager
@@ -47,71 +52,118 @@ def ranges(named_modules, enter, leave, backward=False):
             handle.remove()
 
 
-class Profiling:
-    """What ProfilerConfig asks for, while the measured steps run: a PyTorch trace, NVTX/roctx ranges with
-    profiler start and stop, a memory profile from a run's Findings. Results go to config.profile_dir."""
-    TRACED_STEPS = 5  # a trace of 50 steps has some hundred MB
+def sums_by_range(clock):
+    """RangeSums of a step's phases and of the sub-layers' ranges within them. A forward pass that begins
+    within the backward phase is filed as recomputation."""
+    def relabel(name):
+        phase = sums.stack[0][0] if sums.stack else None
+        return f"{name}.{RECOMPUTE}" if phase == "backward" and not name.endswith(".backward") else name
 
-    def __init__(self, config, device, named_modules, found, num_steps, traced_steps=TRACED_STEPS):
-        self.config, self.device, self.found, self.traced_steps = config, device, found, traced_steps
-        self.open_ranges, self.profiler, self.trace = [], None, None  # trace: the file's path, afterwards
-        self.earlier = self.traces()
+    sums = RangeSums(clock, relabel)
+    return sums
+
+
+def place_of(name):
+    """(sub-layer or REST, direction or phase) of a range or a phase: "mlp.up.backward" is ("mlp.up",
+    "backward"), "mlp.up" is ("mlp.up", "forward")."""
+    if name in PHASES:
+        return REST, name
+    sublayer, _, direction = name.rpartition(".")
+    return (sublayer, direction) if direction in ("backward", RECOMPUTE) else (name, "forward")
+
+
+class Profiling:
+    """What ProfilerConfig asks for, while a run's steps are measured: a PyTorch trace of the last ones,
+    NVTX/roctx ranges with profiler start and stop, a memory profile from the run's Findings. Results go to
+    config.profile_dir. Afterwards `trace` is the trace's path, None where there is none; `traced` says of how
+    many steps; on a CPU `samples` has a dict for each step, {range or phase: seconds without ranges in it}.
+    """
+
+    def __init__(self, config, device, named_modules, found, num_steps):
+        self.config, self.device, self.found, self.modules = config, device, found, named_modules
+        self.open_ranges, self.number, self.off, self.trace = [], 0, False, None
+        self.hooks = contextlib.ExitStack()
         self.outer = config.enable_rocm_profiling and device.type == "cuda"
         if config.enable_rocm_profiling and not self.outer:
             print("ROCm profiling: no GPU here, so no ranges for an outer profiler are emitted")
-        self.hooks = contextlib.nullcontext()
-        if self.outer or config.enable_pytorch_profiler and num_steps:
-            self.hooks = ranges(named_modules, self.enter, self.leave, backward=True)
-        if config.enable_pytorch_profiler and num_steps:
-            warmup = min(1, num_steps - 1)
+        recording = config.enable_pytorch_profiler and num_steps > 0
+        before = int(num_steps > 1)  # the step in which the profiler starts is slow
+        self.traced = max(1, min(config.profile_steps, (num_steps - before) // 2)) if recording else 0
+        self.untraced = num_steps - self.traced - before * recording  # come first, undisturbed
+        self.sums, self.samples = sums_by_range(time.perf_counter), []
+        self.timing = recording and device.type == "cpu"
+        self.profiler = None
+        if recording:
+            plan = torch.profiler.schedule(wait=self.untraced, warmup=before, active=self.traced, repeat=1)
             self.profiler = torch.profiler.profile(
-                schedule=torch.profiler.schedule(wait=0, warmup=warmup, repeat=1,
-                                                 active=min(traced_steps, num_steps - warmup)),
-                on_trace_ready=self.write_trace,
-                record_shapes=True, profile_memory=config.enable_memory_profiling, acc_events=True)
+                schedule=plan, on_trace_ready=self.write_trace, record_shapes=True, acc_events=True,
+                profile_memory=config.enable_memory_profiling)
 
     def write_trace(self, profiler):
-        torch.profiler.tensorboard_trace_handler(self.config.profile_dir)(profiler)
-
-    def traces(self):
-        return set(glob.glob(os.path.join(glob.escape(self.config.profile_dir),
-                                          "*.pt.trace.json")))
+        self.trace = os.path.join(self.config.profile_dir, f"steps.{time.time_ns()}.pt.trace.json")
+        profiler.export_chrome_trace(self.trace)
 
     def __enter__(self):
-        self.hooks.__enter__()
+        if self.outer or self.timing or self.profiler and not self.untraced:
+            self.attach()
         if self.profiler:
             self.profiler.__enter__()
         if self.outer:
             switch_outer_profiler(on=True)
         return self
 
+    def attach(self):
+        self.hooks.enter_context(ranges(self.modules, self.enter, self.leave, backward=True))
+
     def enter(self, name):
-        if self.profiler:
+        """A phase of the step, or a module's forward or backward pass, begins."""
+        if self.off:
+            return
+        if self.timing:
+            self.sums.enter(name)
+        if self.profiler and self.number >= self.untraced:
             self.open_ranges.append(torch.profiler.record_function(name))
             self.open_ranges[-1].__enter__()
         if self.outer:
             torch.cuda.nvtx.range_push(name)
 
     def leave(self):
+        if self.off:
+            return
         if self.outer:
             torch.cuda.nvtx.range_pop()
-        if self.profiler:
+        if self.open_ranges:
             self.open_ranges.pop().__exit__(None, None, None)
+        if self.timing:
+            self.sums.leave()
 
     def step(self):
+        """A step has ended."""
+        self.number += 1
+        if self.timing:
+            self.samples.append(self.sums.sums)
+            self.sums.sums = {}
+        elif self.profiler and self.number == self.untraced and not self.outer:
+            self.attach()  # not earlier: on a GPU the host's time for hooks would be part of the step
         if self.profiler:
             self.profiler.step()
 
     @contextlib.contextmanager
     def paused(self):
-        """Within, an outer profiler does not record: what runs there is no part of a step."""
+        """Within, nothing is recorded: what runs there is no part of a step."""
+        self.off = True
         if self.outer:
             switch_outer_profiler(on=False)
         try:
             yield
         finally:  # a second pause in a row, after an error in here, would abort the process before ROCm 7.13
+            self.off = False
             if self.outer:
                 switch_outer_profiler(on=True)
+
+    def undisturbed(self, steps):
+        """Of something for each step that ran, what the profiler did not slow down; all, where it saw all."""
+        return steps[:self.untraced] if self.untraced else steps
 
     def __exit__(self, *error):
         if self.outer:
@@ -119,10 +171,9 @@ class Profiling:
             switch_outer_profiler(on=False)
         if self.profiler:
             self.profiler.__exit__(*error)
-            self.trace = next(iter(self.traces() - self.earlier), None)
-            print(f"PyTorch profiler: trace of up to {counted(self.traced_steps, 'step')} in "
-                  f"{self.config.profile_dir}")
-        self.hooks.__exit__(*error)
+            print(f"PyTorch profiler: trace of the last {counted(self.traced, 'step')}: {self.trace}"
+                  if self.trace else "PyTorch profiler: no trace, since the run ended before its last steps")
+        self.hooks.close()
         if self.config.enable_memory_profiling and error[0] is None:
             self.write_memory_profile()
 

@@ -1,5 +1,4 @@
 """The summary of a training run, and its comparison with an earlier one."""
-import math
 import os
 import statistics
 import sys
@@ -8,7 +7,7 @@ from datetime import datetime, timezone
 import torch
 
 from fusion_lab.measuring.ceilings import matmul_ceiling
-from fusion_lab.measuring.clocks import quantiles
+from fusion_lab.measuring.clocks import median_interval, quantiles
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.evaluations import own_random_numbers
@@ -23,18 +22,19 @@ def summarise(trainer, found, losses, times):
     settings, device, program, ranks = trainer.settings, trainer.device, trainer.program, trainer.world.size
     batch_size = settings.training.batch_size * ranks
     peak = peak_megabytes(device, found)  # before the ceiling's matrices are allocated
-    with own_random_numbers(device):
-        ceiling = matmul_ceiling(device, trainer.amp_dtype or torch.float32)
     performance = dict(
         total_samples=len(losses) * batch_size, **(of_steps(trainer, losses, times, batch_size) if losses
                                                    else dict.fromkeys(OF_STEPS)),
         warmup_time=found.warmup_time, first_step_time=found.first_step_time, peak_memory_mb=peak,
         saved_activation_mb=found.saved_mb, launches_per_step=found.launches,
-        launch_kind=launch_kind(device), graph_kernels=found.graph_kernels,
-        flops_per_step=found.flops, matmul_ceiling_tflops=ceiling / 1e12)
+        launch_kind=launch_kind(device), graph_kernels=found.graph_kernels, flops_per_step=found.flops)
     median = performance["median_batch_time"]
-    performance.update(achieved_tflops=median and found.flops / median / 1e12,
-                       mfu=median and found.flops / median / ceiling)
+    achieved = median and found.flops / median
+    with own_random_numbers(device):
+        ceiling = ceiling_above(achieved, device, trainer.amp_dtype or torch.float32)
+    performance.update(achieved_tflops=achieved and achieved / 1e12,
+                       mfu=achieved and ceiling and achieved / ceiling,
+                       matmul_ceiling_tflops=ceiling and ceiling / 1e12)
     configs = settings.as_dict()
     configs["training_params"].update(amp_dtype=dtype_name(trainer.amp_dtype), ranks=ranks)
     return dict(version=program.version, timestamp=datetime.now(timezone.utc).isoformat(), **configs,
@@ -42,9 +42,20 @@ def summarise(trainer, found, losses, times):
                 evaluation={}, system_info=system_info(device))
 
 
+def ceiling_above(achieved, device, dtype):
+    """matmul_ceiling(), measured again if a whole step is faster (other work slowed it), and None if it still
+    is then; achieved: FLOP/s of a step, or None."""
+    for _ in range(2):
+        ceiling = matmul_ceiling(device, dtype)
+        if ceiling > (achieved or 0):
+            return ceiling
+    return None
+
+
 OF_STEPS = ("avg_training_speed", "avg_batch_time", "avg_data_time", "avg_forward_time", "avg_backward_time",
             "avg_optimizer_time", "median_batch_time", "p20_batch_time", "p80_batch_time", "first_loss",
-            "final_loss", "avg_loss")
+            "final_loss", "avg_loss", "step_times")
+MOST_TIMES = 1000  # of single steps in a summary, the last ones
 
 
 def of_steps(trainer, losses, times, batch_size):
@@ -54,7 +65,8 @@ def of_steps(trainer, losses, times, batch_size):
     p20, median, p80 = quantiles(steps)
     mean = float(steps.mean())
     return dict(zip(OF_STEPS, (batch_size / mean, mean, float(times[:, 0].mean()), *phases, median, p20, p80,
-                               losses[0], losses[-1], statistics.fmean(losses)), strict=True))
+                               losses[0], losses[-1], statistics.fmean(losses),
+                               steps[-MOST_TIMES:].round(7).tolist()), strict=True))
 
 
 HEADLINES = ("first_loss", "final_loss", "avg_loss", "median_batch_time", "p20_batch_time", "p80_batch_time",
@@ -95,37 +107,59 @@ def read_summary(path):
     """A performance summary, of this version or an earlier one: what print_against() needs of it, checked.
     Raises UserError naming what is wrong."""
     summary = read_json(path, "summary")
+    parts = {key: summary.get(key) or {} for key in
+             ("performance_summary", "config", "training_params", "fusion_config", "system_info")}
+    if wrong := [key for key, part in parts.items() if not isinstance(part, dict)]:
+        raise UserError(f"summary {path}: not a performance summary: {wrong[0]} must be an object")
+    figures, own = parts.pop("performance_summary"), ("avg_training_speed", "peak_memory_mb")
+    speed, memory = (number(figures.get(key)) for key in own)
+    if speed is None or memory is None and figures.get(own[1]):
+        key = own[1] if speed else own[0]
+        raise UserError(f"summary {path}: not a performance summary: performance_summary.{key} = "
+                        f"{figures.get(key)!r:.40}: must be positive, and a number below {LARGEST:g}")
+    return dict(speed=speed, memory=memory, rates=rates(figures),
+                version=str(summary.get("version") or "a run"),
+                timestamp=str(summary.get("timestamp") or "unknown date"), **parts)
+
+
+def number(value):
+    """A positive number that can be reckoned with, or None."""
     try:
-        figures = section(summary, "performance_summary")
-        found = dict(
-            speed=figure(figures, "avg_training_speed"),
-            memory=figure(figures, "peak_memory_mb") if figures.get("peak_memory_mb") else None,
-            version=str(summary.get("version") or "a run"),
-            timestamp=str(summary.get("timestamp") or "unknown date"),
-            **{key: section(summary, key, {})
-               for key in ("config", "training_params", "fusion_config", "system_info")})
-    except ValueError as error:
-        raise UserError(f"summary {path}: not a performance summary: {error}") from None
-    return found
-
-
-def section(summary, key, default=None):
-    found = summary.get(key) or default
-    if not isinstance(found, dict):
-        raise ValueError(f"it lacks {key}" if found is None else f"{key} must be an object")
-    return found
-
-
-def figure(figures, name):
-    """A positive number that can be reckoned with."""
-    try:
-        number = float(figures.get(name))
+        value = float(value)
     except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not 1 / LARGEST < number < LARGEST:
-        raise ValueError(f"performance_summary.{name} = {figures.get(name)!r:.40}: must be positive, and a "
-                         f"number below {LARGEST:g}")
-    return number
+        return None
+    return value if 1 / LARGEST < value < LARGEST else None
+
+
+def rates(figures):
+    """Samples/s of every step of a performance_summary; none where it does not know them."""
+    samples = [number(figures.get(key)) for key in ("avg_training_speed", "avg_batch_time")]
+    times = figures.get("step_times")
+    times = [number(time) for time in times] if isinstance(times, list) else [None]
+    return [] if None in (*samples, *times) else [samples[0] * samples[1] / time for time in times]
+
+
+FEWEST = 6  # steps of a run, from which on there is an interval
+
+
+def compared_rates(before, after):
+    """dict(speedup, speedup_low, speedup_high) of two runs, by the rates of their single steps: the ratio of
+    the medians, and between what it lies with at least 95%, by the intervals of both; None of fewer than
+    FEWEST steps. How a machine changes from one run to the next is not in it."""
+    low = high = None
+    if min(len(before), len(after)) >= FEWEST:
+        (slowest, fastest), (low, high) = median_interval(before), median_interval(after)
+        low, high = low / fastest, high / slowest
+    return dict(speedup=statistics.median(after) / statistics.median(before), speedup_low=low,
+                speedup_high=high)
+
+
+def in_words(compared):
+    """"1.86x (95% interval 1.80 to 1.92)", of what has speedup, speedup_low and speedup_high."""
+    low, high = compared["speedup_low"], compared["speedup_high"]
+    spread = "too few steps for an interval" if low is None else f"95% interval {low:.2f} to {high:.2f}"
+    noise = ", within noise" if low is not None and low <= 1 <= high else ""
+    return f"{compared['speedup']:.2f}x ({spread}{noise})"
 
 
 def write(trainer, result):
@@ -162,11 +196,18 @@ def print_against(earlier, now):
     """Speed-up and memory against an earlier summary; says so where the two runs are not alike. Returns the
     figures."""
     after = now["performance_summary"]
-    speedup = after["avg_training_speed"] / earlier["speed"]
+    before, speed, own = earlier["speed"], after["avg_training_speed"], rates(after)
+    found = dict(speedup=speed / before, speedup_low=None, speedup_high=None)
+    words = f"{found['speedup']:.2f}x (spread unknown: the earlier summary has no times of single steps)"
+    if earlier["rates"] and own:
+        before, speed = statistics.median(earlier["rates"]), statistics.median(own)
+        found = compared_rates(earlier["rates"], own)
+        words = f"{in_words(found)}, of medians"
     reasons = differing(earlier, now, [*(("config", key) for key in now["config"]), *MACHINE])
+    if reasons:
+        found, words = dict.fromkeys(found), f"not comparable: {'; '.join(reasons)}"
     print(f"\nAgainst {printable(earlier['version'])} of {printable(earlier['timestamp'])}:")
-    print(f"   Training speed: {earlier['speed']:.1f} -> {after['avg_training_speed']:.1f} "
-          f"samples/sec, {'not comparable: ' + '; '.join(reasons) if reasons else f'{speedup:.2f}x'}")
+    print(f"   Training speed: {before:.1f} -> {speed:.1f} samples/sec, {words}")
     memory, reduction = after["peak_memory_mb"], None
     if earlier["memory"] and memory:
         reduction = 100 * (1 - memory / earlier["memory"])
@@ -181,6 +222,4 @@ def print_against(earlier, now):
     fusions = differing(earlier, now, [("fusion_config", key) for key in now.get("fusion_config", {})])
     if fusions:
         print(f"   Fusions: {'; '.join(fusions)}")
-    different += reasons + fusions
-    return dict(speedup=None if reasons else speedup, memory_reduction_percent=reduction,
-                differences=different)
+    return dict(found, memory_reduction_percent=reduction, differences=different + reasons + fusions)

@@ -10,19 +10,19 @@ ABOUT = """One PyTorch profiler session: where time and memory go, by sub-layer,
     ./run_pytorch_profiler.sh --compare-with DIR  # an earlier session beside it
     ./run_pytorch_profiler.sh --ablation          # each fusion alone, left out
 
-Takes the flags of tiny_openfold_v2.py, or of the program that --program names, but its modes and the files
-that only training reads or writes. Results go to --profile-dir: a trace, fusion_analysis.json,
-comprehensive_profiling_report.md and plots. Where the output is no terminal, its last line is the result as
-JSON.
+It is a training run of 16 steps, or of --num-steps: the last --profile-steps of them are traced, those
+before are timed. Takes the flags of tiny_openfold_v2.py, or of the program that --program names, but its
+modes and the files that only training reads or writes. Results go to --profile-dir: a trace,
+fusion_analysis.json, comprehensive_profiling_report.md and plots. Where the output is no terminal, its last
+line is the result as JSON.
 """
+TIMED_STEPS = 10
 
 
 def make_parser(program):
     """The program's flags and those of a session."""
     parser = flags.make_parser(program, ABOUT, SCRIPT)
     own = parser.add_argument_group("Profiler session")
-    own.add_argument("--profile-steps", type=flags.whole_number(), default=5, metavar="N",
-                     help="steps timed, and then traced (default: 5)")
     own.add_argument("--roofline", action="store_true", help="FLOPs, bytes and bounds by sub-layer, against "
                      "ceilings measured here (default: off)")
     own.add_argument("--compare-with", metavar="DIR", default=None,
@@ -39,9 +39,13 @@ def make_parser(program):
 
 
 def parse(argv, program):
-    """(arguments, Settings) for a program. Wrong use ends it here."""
+    """(arguments, Settings) for a program. Wrong use ends it here. Where nobody says how many steps there
+    are, they are as many as a session needs."""
     parser = make_parser(program)
     arguments, settings, mode = flags.parse(parser, program, argv)
+    if not hasattr(arguments, "num_steps"):
+        steps = TIMED_STEPS + 1 + settings.profiler.profile_steps
+        settings = flags.parse(parser, program, [*argv, "--num-steps", str(steps)])[1]
     if mode or arguments.check_flags:
         parser.error(f"argument {mode or flags.QUESTION}: belongs to {program.name}")
     flags.needs_training(program, parser, arguments, "a profiler session")

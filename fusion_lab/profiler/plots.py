@@ -25,9 +25,9 @@ def write_plots(directory, analysis, trace):
     pyplot, made = pyplot_or_none(), []
     if pyplot is None:
         return made
-    plots = {SUBLAYERS: (plot_sublayers, analysis),
+    plots = {SUBLAYERS: (plot_sublayers, analysis["sublayers"], analysis["time_kind"]),
              TIMELINE: (plot_timeline, trace.memory_timeline(), trace.phase_begins()),
-             HISTOGRAM: (plot_durations, trace.durations(), analysis.unit)}
+             HISTOGRAM: (plot_durations, trace.durations(), analysis["unit"])}
     for name, (plot, *data) in plots.items():
         with spared(name):
             figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -40,17 +40,16 @@ def write_plots(directory, analysis, trace):
     return made
 
 
-def plot_sublayers(axis, analysis):
+def plot_sublayers(axis, entries, time_kind):
     """A bar for every sub-layer, its directions one after the other."""
-    names = list(dict.fromkeys(e.name for e in analysis.sublayers))
-    left = np.zeros(len(names))
-    for direction in dict.fromkeys(e.direction for e in analysis.sublayers):
-        times = {e.name: e.total_us / 1e3 for e in analysis.sublayers if e.direction == direction}
+    names, left = list(dict.fromkeys(e["name"] for e in entries)), 0.0
+    for direction in dict.fromkeys(e["direction"] for e in entries):
+        times = {e["name"]: e["total_us"] / 1e3 for e in entries if e["direction"] == direction}
         widths = np.array([times.get(name, 0.0) for name in names])
         axis.barh(names, widths, left=left, label=direction)
-        left += widths
+        left = left + widths
     axis.invert_yaxis()
-    axis.set(xlabel=f"ms per step ({analysis.time_kind})", ylabel="sub-layer, all blocks",
+    axis.set(xlabel=f"ms per step ({time_kind})", ylabel="sub-layer, all blocks",
              title="Time by sub-layer")
     axis.legend()
 

@@ -1,49 +1,50 @@
 """The report of a session, and two sessions side by side."""
 import os
 
-from fusion_lab.measuring.attribution import ANALYSIS
+from fusion_lab.measuring.analysis import ANALYSIS, at_most, shares_of_sublayers
 from fusion_lab.measuring.ceilings import ceiling_line
-from fusion_lab.measuring.clocks import quantiles
+from fusion_lab.measuring.ranges import REST
 from fusion_lab.measuring.roofline import roofline_rows
+from fusion_lab.measuring.summary import compared_rates, in_words
 from fusion_lab.measuring.tables import cell, code, escaped, markdown
 from fusion_lab.profiler.plots import HISTOGRAM, SUBLAYERS, TIMELINE, write_plots
-from fusion_lab.training.files import UserError, counted, read_json, write_json, write_text
-from fusion_lab.training.machine import MEGABYTE
+from fusion_lab.training.files import UserError, finite, read_json, write_json, write_text
 
 REPORT = "comprehensive_profiling_report.md"
 TOP = 20
 MACHINE = ("gpu_name", "host_cpu", "torch_version")  # what of system_info two sessions should share
-LARGEST = 1e15  # µs; quotients of such times stay finite
-TRACED = {  # by the unit of the analysis: what the columns of times are
-    "kernel": "Total and self are GPU time in the trace, host is what the CPU took under the profiler.",
-    "operation": "Total is measured without the profiler. The columns \"traced\" are of other steps, under "
-                 "the profiler, which slows small operations down: compare them only with each other."}
-COMPILED = "The blocks are compiled, each as one piece, so there are no sub-layers to see inside them."
+TIMES = {  # by the unit of the analysis: what the table's times and their shares are
+    "kernel": "Times are those of kernels and copies on the GPU, and shares are of all such time. Where the "
+              "GPU waits for launches (see above), the step gains less than \"at most\" says.",
+    "operation": "Times are the CPU's, of steps without the profiler."}
 
 
 def sublayer_rows(analysis):
-    rows = [["sub-layer", "direction", "calls", "total ms", "share (p20, p80)", "self ms, traced",
-             "host ms, traced", "launches", "allocated MB", "saved MB"]]
-    for e in analysis.sublayers:
-        shares = [sample[e.name, e.direction] for sample in analysis.samples]
-        between = ""
-        if len(shares) > 1:  # of medians, the share itself may lie beside those of the steps
-            low, high = (f(e.share, end) for f, end in zip((min, max), quantiles(shares)[::2], strict=True))
-            between = f" ({cell(low, '.1f', 100)}, {cell(high, '.1f', 100)})"
-        rows.append([e.name, e.direction, cell(e.calls, ".0f"), cell(e.total_us, ".3f", 1e-3),
-                     cell(e.share, ".1f", 100, "%") + between, cell(e.self_us, ".3f", 1e-3),
-                     cell(e.traced_host_us, ".3f", 1e-3), cell(e.launches, ".0f"),
-                     cell(e.allocated_mb, ".1f"), cell(e.saved_activation_mb, ".1f")])
+    """A row for each sub-layer, the heaviest first, then one for each phase of what is outside them."""
+    rows = [["sub-layer", "ms", "of it backward", "share", "at most", "launches", "allocated MB", "saved MB"]]
+
+    def add(name, entries, ceiling=None):
+        def total(key, among=entries):
+            known = [e[key] for e in among if e[key] is not None]
+            return sum(known) if known else None
+        backward = [e for e in entries if e["direction"] != "forward"] if ceiling else []
+        rows.append([name, cell(total("total_us"), ".3f", 1e-3),
+                     cell(total("total_us", backward), ".3f", 1e-3), cell(total("share"), ".1f", 100, "%"),
+                     cell(ceiling, ".2f", unit="x"), cell(total("launches"), ".0f"),
+                     cell(total("allocated_mb"), ".1f"), cell(total("saved_activation_mb"), ".1f")])
+
+    for name, share in shares_of_sublayers(analysis).items():
+        add(name, [e for e in analysis["sublayers"] if e["name"] == name], at_most(share))
+    for e in analysis["sublayers"]:
+        if e["name"] == REST and e["total_us"]:
+            add(f"{REST}, {e['direction']}", [e])
     return rows
 
 
 def kernel_rows(analysis):
-    rows = [[analysis.unit, "kind", "calls", "self ms", "total ms", "share", "launches", "allocated MB"]]
-    for e in analysis.kernels[:TOP]:
-        rows.append([code(e["name"]), e["kind"], cell(e["calls"], ".0f"), cell(e["self_us"], ".3f", 1e-3),
-                     cell(e["total_us"], ".3f", 1e-3), cell(e["share"], ".1f", 100, "%"),
-                     cell(e["launches"], ".0f"), cell(e["allocated_bytes"], ".1f", 1 / MEGABYTE)])
-    return rows
+    rows = [[analysis["unit"], "kind", "calls", "share", "launches"]]
+    return rows + [[code(e["name"]), e["kind"], cell(e["calls"], ".0f"), cell(e["share"], ".1f", 100, "%"),
+                    cell(e["launches"], ".0f")] for e in analysis["kernels"][:TOP]]
 
 
 def sizes_text(program, settings):
@@ -51,66 +52,56 @@ def sizes_text(program, settings):
     return ", ".join(f"{letter} {settings.get(axis)}" for axis, letter in program.axes.items())
 
 
-def run_lines(analysis):
-    """What was run, where, and what times are of."""
-    system, settings, step = analysis.system_info, analysis.settings, analysis.step
-    configs = settings.as_dict()
-    sizes = ", ".join(f"{name} {value}" for name, value in configs["config"].items()
-                      if name not in analysis.program.axes)
-    on = [name.removeprefix("enable_") for name, value in configs["fusion_config"].items() if value is True]
+def run_lines(program, settings, analysis):
+    """What was run, where, and how long a step takes."""
+    system, step = analysis["system_info"], analysis["step"]
+    sizes = ", ".join(f"{name} {value}" for name, value in analysis["config"].items()
+                      if name not in program.axes)
+    on = [name.removeprefix("enable_") for name, value in analysis["fusion_config"].items() if value is True]
     return [f"{code(system['gpu_name'] or system['host_cpu'])}, torch {system['torch_version']}, "
-            f"{analysis.timestamp}, commit {(system['git_commit'] or 'unknown')[:12]}.",
-            f"{analysis.program.name}: {sizes_text(analysis.program, settings)}; {sizes}; on: "
-            f"{', '.join(on) or 'nothing'}.",
-            f"{counted(analysis.profile_steps, 'step')} traced after warm-up: {step['traced_ms']:.2f} ms "
-            f"each under the profiler, {step['untraced_ms']:.2f} ms without it (median). Shares are of "
-            f"{analysis.time_kind}, {analysis.total_us / 1e3:.2f} ms per step. Launches of a step: "
-            f"{analysis.launches_per_step or 'not counted'}."]
+            f"{analysis['timestamp']}, commit {(system['git_commit'] or 'unknown')[:12]}.",
+            f"{program.name}: {sizes_text(program, settings)}; {sizes}; on: {', '.join(on) or 'nothing'}.",
+            "",
+            f"A step takes **{step['untraced_ms']:.2f} ms** (median of {len(step['step_times'])}; p20 "
+            f"{step['p20_ms']:.2f}, p80 {step['p80_ms']:.2f}). Launches: "
+            f"{analysis['launches_per_step'] or 'not counted'}."]
 
 
-def sublayer_lines(analysis, picture):
-    """The section on sub-layers; picture(name) are the lines that show one."""
-    cover, count = analysis.coverage, len(analysis.program.model.SUBLAYERS)
-    return ["## Time and memory by sub-layer", "",
-            f"The {count} sub-layers, forward and backward, hold {100 * cover['sublayers']:.1f}% of the "
-            f"time; {100 * cover['rest']:.1f}% is outside them but in a phase of the step (what surrounds "
-            "them in the model, loss, gradient sums, optimizer: \"rest\"), "
-            f"{100 * cover['unattributed']:.2f}% in none.",
-            *([] if cover["sublayers"] else [COMPILED]), TRACED[analysis.unit], "",
-            *markdown(sublayer_rows(analysis)), *picture(SUBLAYERS)]
-
-
-def report_lines(analysis, pictures=()):
+def report_lines(program, settings, analysis, pictures=()):
     """The report as markdown lines; pictures: names of those that lie beside it."""
     def picture(name):
         return ["", f"![{name.removesuffix('.png').replace('_', ' ')}]({name})"] if name in pictures else []
-    own_ms = sum(e["self_us"] for e in analysis.kernels) / 1e3
-    lines = ["# PyTorch profiler session", "", *run_lines(analysis), "",
-             f"Trace: `{analysis.trace}`, for https://ui.perfetto.dev. All figures are per "
-             f"step, all blocks together; machine-readable in `{ANALYSIS}`.", "",
-             *(f"**Caution:** {text}\n" for text in analysis.unrecorded), "## Findings", "",
-             *(f"{i}. {text}" for i, text in enumerate(analysis.findings(), 1)), "",
-             *(["## Launch-bound?", "", analysis.launch.text + ".", ""] if analysis.launch else []),
-             *sublayer_lines(analysis, picture), "", f"## Top {TOP} {analysis.unit}s", "",
-             f"Shares are of the sum of their own times under the profiler, {own_ms:.2f} ms per step.", "",
+    cover, unit = analysis["coverage"], analysis["unit"]
+    saved = sum(analysis["saved_activation_mb"].values())
+    peak = cell(analysis["memory_peak_mb"], ".1f", unit=" MB") or "not measured"
+    lines = ["# PyTorch profiler session", "", *run_lines(program, settings, analysis), "",
+             *(f"**Caution:** {text}\n" for text in analysis["unrecorded"]), "## Findings", "",
+             *(f"{i}. {text}" for i, text in enumerate(analysis["findings"], 1)), "",
+             "## Time and memory by sub-layer", "",
+             f"Forward and backward of all blocks, per step. Sub-layers hold {100 * cover['sublayers']:.1f}% "
+             f"of the time; \"{REST}\" is what surrounds them. {TIMES[unit]} \"At most\": so many times as "
+             "fast would all be if the sub-layer took no time.", "",
+             *markdown(sublayer_rows(analysis)), *picture(SUBLAYERS), "",
+             f"Memory: the peak of a step is {peak}; {saved:.1f} MB are saved for the backward pass.",
+             *picture(TIMELINE), "", f"## Top {TOP} {unit}s", "",
+             "Shares of the sum of their own times, under the profiler.", "",
              *markdown(kernel_rows(analysis)), *picture(HISTOGRAM)]
-    saved, peak = sum(analysis.saved_activation_mb.values()), cell(analysis.memory_peak_mb, ".1f", unit=" MB")
-    lines += ["", "## Memory", "", f"Peak of a step: {peak or 'not measured'}. Saved for backward: "
-              f"{saved:.1f} MB.", *picture(TIMELINE)]
-    if analysis.roofline:
-        lines += ["", "## Roofline", "", ceiling_line(analysis.ceilings), "",
-                  *markdown(roofline_rows(analysis.roofline))]
-    if analysis.compared_with:
-        lines += ["", *comparison_lines(analysis.compared_with)]
-    return lines
+    if "roofline" in analysis:
+        lines += ["", "## Roofline", "", ceiling_line(analysis["ceilings"]), "",
+                  *markdown(roofline_rows(analysis["roofline"]))]
+    if "compared_with" in analysis:
+        lines += ["", *comparison_lines(analysis["compared_with"])]
+    return [*lines, "", f"Trace of {analysis['profile_steps']} steps: `{analysis['trace']}`, for "
+            f"https://ui.perfetto.dev. All figures: `{ANALYSIS}`."]
 
 
-def write_report(directory, analysis, trace):
+def write_report(directory, program, settings, analysis, trace):
     """All files of a session but the trace; returns the names of the pictures."""
-    write_json(os.path.join(directory, ANALYSIS), analysis.as_dict())
-    write_lines(os.path.join(directory, REPORT), report_lines(analysis, []))  # before what may fail
+    write_json(os.path.join(directory, ANALYSIS), finite(analysis))
+    path = os.path.join(directory, REPORT)
+    write_lines(path, report_lines(program, settings, analysis))  # before what may fail
     pictures = write_plots(directory, analysis, trace)
-    write_lines(os.path.join(directory, REPORT), report_lines(analysis, pictures))
+    write_lines(path, report_lines(program, settings, analysis, pictures))
     return pictures
 
 
@@ -119,29 +110,17 @@ def write_lines(path, lines):
 
 
 def read_analysis(directory):
-    """The analysis of an earlier session, as JSON has it. Raises UserError."""
+    """The analysis of an earlier session, as JSON has it. Raises UserError now rather than after the new
+    session where it lacks what a comparison needs."""
     path = os.path.join(directory, ANALYSIS)
+    analysis = read_json(path, f"--compare-with {directory}:")
     try:
-        analysis = read_json(path, f"--compare-with {directory}:")
-        if analysis.get("mode") == "pytorch_profiler" and comparable(analysis):
+        if analysis["mode"] == "pytorch_profiler":
+            comparison_lines(compare_sessions(analysis, analysis, directory))
             return analysis
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
         pass
     raise UserError(f"--compare-with {directory}: {path} is not the analysis of a profiler session")
-
-
-def comparable(analysis):
-    """Whether the analysis has all that compare_sessions() needs, which is told now rather than after the new
-    session. Where it has not, this may also raise AttributeError, KeyError or TypeError."""
-    parts = [analysis[name] for name in ("config", "fusion_config", "training_params", "system_info")]
-    texts, numbers = [analysis["time_kind"]], [analysis["step"]["untraced_ms"]]
-    for entries, names, microseconds in ((analysis["sublayers"], ("name", "direction"), "total_us"),
-                                         (analysis["kernels"], ("name",), "self_us")):
-        texts += [entry[name] for entry in entries for name in names]
-        numbers += [entry[microseconds] for entry in entries]
-    return (all(isinstance(part, dict) for part in parts) and {*MACHINE} <= set(analysis["system_info"])
-            and all(isinstance(text, str) for text in texts) and numbers[0] > 0
-            and all(type(n) in (int, float) and (n == 0 or 1 / LARGEST < n < LARGEST) for n in numbers))
 
 
 def matched(before, after, name_of, microseconds):
@@ -164,9 +143,12 @@ def compare_sessions(before, after, directory):
     different += [f"{k} {before['system_info'][k]} -> {after['system_info'][k]}"
                   for k in MACHINE
                   if before["system_info"][k] != after["system_info"][k]]
-    return dict(before=str(directory), differences=different,
+    steps = [session["step"] for session in (before, after)]  # older ones have no times of single steps
+    rates = [[1 / seconds for seconds in step.get("step_times") or [step["untraced_ms"] / 1e3]]
+             for step in steps]
+    return dict(before=str(directory), differences=different, **compared_rates(*rates),
                 time_kind=[before["time_kind"], after["time_kind"]],
-                step_ms=[before["step"]["untraced_ms"], after["step"]["untraced_ms"]],
+                step_ms=[step["untraced_ms"] for step in steps],
                 sublayers=matched(before["sublayers"], after["sublayers"],
                                   lambda e: f"{e['name']}.{e['direction']}", "total_us"),
                 kernels=matched(before["kernels"], after["kernels"], lambda e: e["name"], "self_us"))
@@ -183,16 +165,15 @@ def interleaved_line(before, after):
     if not after["measured"]:
         return f"Interleaved steps were not measured: {after['reason']}"
     return (f"Interleaved steps of both: {1e3 * after['baseline_batch_time']:.2f} -> "
-            f"{1e3 * after['median_batch_time']:.2f} ms, {after['speedup']:.2f}x (p20 "
-            f"{after['speedup_p20']:.2f}, p80 {after['speedup_p80']:.2f}).")
+            f"{1e3 * after['median_batch_time']:.2f} ms, {in_words(after)}.")
 
 
 def comparison_lines(comparison):
     """Two sessions side by side, as markdown."""
     before, after = comparison["step_ms"]
     lines = [f"## Against {escaped(comparison['before'])}", "",
-             f"Step without profiler: {before:.2f} -> {after:.2f} ms, ratio {after / before:.2f}, of two "
-             f"sessions, one after the other. Different: "
+             f"A step takes {before:.2f} -> {after:.2f} ms: {in_words(comparison)}. The sessions ran one "
+             "after the other; how the machine changed between them is not in the interval. Different: "
              f"{escaped('; '.join(comparison['differences'])) or 'nothing in the settings'}.", ""]
     if "interleaved" in comparison:
         lines += [interleaved_line(*comparison["interleaved"]), ""]

@@ -77,10 +77,9 @@ def summary_lines(program, settings, result):
 
 
 def quiet_session(program, variant, path, options):
-    """A session of a variant into a directory, what it prints into session.log there."""
-    os.makedirs(path, exist_ok=True)
+    """A session of a variant into a directory, what it prints into a log beside that."""
     print(f"Session of {variant.name} in {path}", flush=True)
-    with open(os.path.join(path, "session.log"), "w", encoding="utf-8") as log, \
+    with open(f"{path}.log", "w", encoding="utf-8") as log, \
             contextlib.redirect_stdout(log):
         run_session(program, variant.settings, path, **options)
     release()
@@ -93,12 +92,10 @@ def compare_v1(program, settings, directory, **options):
     timed = compare(program, settings, variants=variants, table=LiveTable(lambda _: None))["variants"]
     release(variants)
     paths = [os.path.join(directory, name) for name in ("v1_baseline", "v2")]
-    for path in paths:
-        os.makedirs(path, exist_ok=True)
     before = run_session(program, baseline, paths[0], **options)
     release()
-    after = run_session(program, settings, paths[1], **options, earlier=(paths[0], before.as_dict()))
-    comparison = dict(after.compared_with, interleaved=timed)
+    after = run_session(program, settings, paths[1], **options, earlier=(paths[0], before))
+    comparison = dict(after["compared_with"], interleaved=timed)
     alone, fused = timed
     seconds = (fused["baseline_batch_time"], fused["median_batch_time"]) if fused["measured"] else (
         alone["median_batch_time"], None)

@@ -213,6 +213,7 @@ class TrainingConfig(Checkpoints):
 class ProfilerConfig(Checked):
     """What is recorded beside the timings, and where results go."""
     enable_pytorch_profiler: bool = option(False, "trace of the measured steps for Perfetto")
+    profile_steps: int = option(5, "how many of the last steps the trace holds", low=1)
     enable_memory_profiling: bool = option(False, "saved activations by sub-layer, and a memory timeline")
     enable_rocm_profiling: bool = option(False, "roctx/NVTX ranges and profiler start/stop round the "
                                                 "measured steps, for an outer profiler")

@@ -1,6 +1,7 @@
 """Clocks and counters against hand counts, traces, tables."""
 import itertools
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -196,41 +197,75 @@ def test_on_rocm_the_outer_profiler_is_reached_by_roctx(monkeypatch, capsys):
     assert said == ["resume", "wait", "pause"] and "no GPU here" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps, traced, warmup, active", [(10, 5, 1, 5), (4, 5, 1, 3), (1, 5, 0, 1)])
-def test_traced_steps_come_after_one_that_warms_the_profiler_up(steps, traced, warmup, active, tmp_path,
-                                                               monkeypatch, capsys):
-    asked, said = [], []
-    trace = tmp_path / "new.1.pt.trace.json"
+class Profile:
+    """torch.profiler.profile, which says what it is asked."""
+    said = []
 
-    class Profile:
-        def __init__(self, **options):
-            asked.append(options)
+    def __init__(self, schedule, on_trace_ready, **options):
+        self.ready, Profile.said = on_trace_ready, [schedule]
 
-        def __enter__(self):
-            said.append("begin")
+    def __enter__(self):
+        self.said.append("begin")
 
-        def step(self):
-            said.append("step")
+    def step(self):
+        self.said.append("step")
 
-        def __exit__(self, *_):
-            trace.write_text("{}")
+    def export_chrome_trace(self, path):
+        self.said.append(path)
 
+    def __exit__(self, *_):
+        self.ready(self)
+
+
+@pytest.fixture
+def profile(monkeypatch):
     monkeypatch.setattr(torch.profiler, "schedule", lambda **plan: plan)
     monkeypatch.setattr(torch.profiler, "profile", Profile)
-    for number in range(30):
-        (tmp_path / f"old.{number}.pt.trace.json").write_text("{}")
-    config = ProfilerConfig(enable_pytorch_profiler=True, enable_memory_profiling=True,
-                            profile_dir=str(tmp_path))
-    layer = torch.nn.Linear(2, 2)
-    profiling = Profiling(config, CPU, [("layer", layer)], Findings(dict(a=1), 1), steps)
-    assert asked[0]["schedule"] == dict(wait=0, warmup=warmup, repeat=1, active=active)
-    assert asked[0]["record_shapes"] and asked[0]["profile_memory"] and profiling.traced_steps == traced
+
+
+@pytest.mark.parametrize("steps, wait, warmup, active", [
+    (16, 10, 1, 5), (12, 6, 1, 5), (10, 5, 1, 4), (4, 2, 1, 1), (2, 0, 1, 1), (1, 0, 0, 1)])
+def test_the_last_steps_are_traced_and_those_before_are_undisturbed(steps, wait, warmup, active, tmp_path,
+                                                                   profile, capsys):
+    config = ProfilerConfig(enable_pytorch_profiler=True, profile_dir=str(tmp_path))
+    profiling = Profiling(config, CPU, [], Findings({}, 1), steps)
+    assert Profile.said == [dict(wait=wait, warmup=warmup, active=active, repeat=1)]
+    assert profiling.undisturbed(list(range(steps))) == list(range(wait or steps))
     with profiling:
-        layer(torch.zeros(1, 2))
-        assert profiling.open_ranges == []
         profiling.step()
-    assert said == ["begin", "step"] and profiling.trace == str(trace)
-    assert "trace of up to 5 steps" in capsys.readouterr().out and (tmp_path / "memory_profile.json").exists()
+    assert Profile.said[1:] == ["begin", "step", profiling.trace]
+    assert os.path.dirname(profiling.trace) == str(tmp_path) and profiling.trace in capsys.readouterr().out
+    assert not Profiling(config, CPU, [], Findings({}, 1), 0).profiler
+
+
+def test_a_cpu_s_steps_are_timed_by_range(tmp_path, profile, monkeypatch):
+    """A clock that ticks once a question: enter and leave of a phase and of the layer within it. What an
+    evaluation runs is not counted."""
+    ticks = iter(range(99))
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: next(ticks))
+    layer = torch.nn.Linear(2, 2)
+    config = ProfilerConfig(enable_pytorch_profiler=True, profile_dir=str(tmp_path))
+    with Profiling(config, CPU, [("layer", layer)], Findings({}, 1), 5) as profiling:
+        for phase in ("forward", "backward"):
+            profiling.enter(phase)
+            layer(torch.zeros(1, 2))
+            with profiling.paused():
+                layer(torch.zeros(1, 2))
+            profiling.leave()
+            profiling.step()
+    assert profiling.samples == [dict(layer=1, forward=2), {"layer.recompute": 1, "backward": 2}]
+
+
+def test_on_a_gpu_hooks_come_with_the_profiler(tmp_path, profile, monkeypatch):
+    """Steps before the trace are those of a run without a profiler: hooks cost the host's time."""
+    layer = torch.nn.Linear(2, 2)
+    config = ProfilerConfig(enable_pytorch_profiler=True, profile_dir=str(tmp_path))
+    with Profiling(config, GPU, [("layer", layer)], Findings({}, 1), 4) as profiling:
+        hooks = []
+        for _ in range(4):
+            hooks.append(len(layer._forward_hooks))
+            profiling.step()
+    assert hooks == [0, 0, 1, 1] and not layer._forward_hooks and profiling.samples == []
 
 
 def test_a_run_that_fails_leaves_no_memory_profile(tmp_path):

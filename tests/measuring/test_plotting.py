@@ -30,8 +30,8 @@ def test_a_broken_ablation_picture_costs_nothing(monkeypatch, capsys):
 def test_bars_of_sub_layers_say_what_they_are():
     pyplot = plotting.require_matplotlib()
     figure, axis = pyplot.subplots()
-    times = [SimpleNamespace(name="row_attention", direction="forward", total_us=5.0)]
-    plots.plot_sublayers(axis, SimpleNamespace(sublayers=times, time_kind="GPU time"))
+    times = [dict(name="row_attention", direction="forward", total_us=5.0)]
+    plots.plot_sublayers(axis, times, "GPU time")
     pyplot.close(figure)
     assert axis.get_title() == "Time by sub-layer" and axis.get_ylabel() == "sub-layer, all blocks"
     assert axis.get_xlabel() == "ms per step (GPU time)"

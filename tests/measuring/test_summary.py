@@ -102,8 +102,8 @@ def test_people_on_a_terminal_get_milliseconds(monkeypatch, capsys):
 
 def earlier(memory=None, **values):
     """As read_summary() has it."""
-    return {**dict(speed=4.0, memory=memory, version="v1", timestamp="then", config={}, training_params={},
-                   fusion_config={}, system_info={}), **values}
+    return {**dict(speed=4.0, memory=memory, rates=[], version="v1", timestamp="then", config={},
+                   training_params={}, fusion_config={}, system_info={}), **values}
 
 
 def now(peak=30.0, **values):
@@ -114,18 +114,47 @@ def now(peak=30.0, **values):
 
 def test_against_an_earlier_run(capsys):
     before = earlier(40.0, config=dict(width=8), system_info=dict(gpu_name=None))
-    assert summary.print_against(before, now()) == dict(
-        speedup=2.5, memory_reduction_percent=pytest.approx(25.0), differences=[])
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "Against v1 of then:", "   Training speed: 4.0 -> 10.0 samples/sec, 2.50x",
-        "   Peak memory: 40.0 -> 30.0 MB, +25.0% saved"]
+    found = summary.print_against(before, now())
+    assert found == dict(speedup=2.5, speedup_low=None, speedup_high=None, differences=[],
+                         memory_reduction_percent=pytest.approx(25.0))
+    out = capsys.readouterr().out
+    assert "Training speed: 4.0 -> 10.0 samples/sec, 2.50x (spread unknown" in out
+    assert "Peak memory: 40.0 -> 30.0 MB, +25.0% saved" in out
     other = earlier(config=dict(depth=9), training_params=dict(batch_size=2, use_amp=True))
     found = summary.print_against(other, now())
-    assert found == dict(speedup=2.5, memory_reduction_percent=None, differences=[
+    assert found["speedup"] == 2.5 and found["differences"] == ([
         "batch_size 2 -> 4", "use_amp True -> False", "gpu_name unknown -> None"])
     out = capsys.readouterr().out
     assert "not measured in both runs" in out and "differ in more than fusion: batch_size 2 -> 4" in out
     assert summary.print_against(earlier(40.0), now(None))["memory_reduction_percent"] is None
+
+
+def of_steps(*milliseconds):
+    """A performance_summary whose batches are of four samples."""
+    mean = sum(milliseconds) / len(milliseconds) / 1e3
+    return dict(avg_training_speed=4 / mean, avg_batch_time=mean, peak_memory_mb=1.0,
+                step_times=[ms / 1e3 for ms in milliseconds])
+
+
+@pytest.mark.parametrize("before, after, said", [
+    ((40, 38, 40, 40, 40, 42, 99), (20,) * 7, "100.0 -> 200.0 samples/sec, 2.00x (95% interval 1.90 to 4.9"),
+    ((40, 38, 40, 40, 40, 42), (41, 37, 40, 40, 40, 39), "1.00x (95% interval 0.93 to 1.14, within noise)"),
+    ((40,) * 5, (20,) * 9, "2.00x (too few steps for an interval)")])
+def test_a_ratio_of_two_files_has_its_spread(before, after, said, tmp_path, capsys):
+    """The median of six or seven lies between the outermost, with 97 or 98%."""
+    (tmp_path / "s.json").write_text(json.dumps(dict(performance_summary=of_steps(*before))))
+    found = summary.print_against(summary.read_summary(tmp_path / "s.json"),
+                                  now(performance_summary=of_steps(*after)))
+    assert said in capsys.readouterr().out and (found["speedup_low"] is None) == ("few" in said)
+
+
+@pytest.mark.parametrize("ceilings, mfu", [((4e12, 8e12), None), ((1e12, 4e12), 0.5), ((1e12, 1e12), None)])
+def test_no_step_is_faster_than_its_ceiling(ceilings, mfu, monkeypatch):
+    """A busy machine makes a ceiling too low: it is measured again, and else it is none."""
+    measured = iter(ceilings)
+    monkeypatch.setattr(summary, "matmul_ceiling", lambda *_: next(measured))
+    ceiling = summary.ceiling_above(2e12, CPU, torch.float32)
+    assert ceiling == (ceilings[0] if ceilings[0] > 2e12 else 2e12 / mfu if mfu else None)
 
 
 @pytest.mark.parametrize("before, after, said", [
@@ -156,8 +185,8 @@ def test_only_summaries_are_read(tmp_path):
         path.write_text(f'{{"performance_summary": {{{figures}}}}}')
         assert summary.read_summary(path) == dict(
             speed=expected[0], memory=expected[1], version="a run", timestamp="unknown date", config={},
-            training_params={}, fusion_config={}, system_info={})
+            rates=[], training_params={}, fusion_config={}, system_info={})
     whole = dict(version="v1", timestamp="then", config=dict(width=8), training_params=dict(batch_size=2),
                  system_info=dict(gpu_name=None))
     path.write_text(json.dumps(dict(whole, performance_summary=dict(avg_training_speed=4, peak_memory_mb=0))))
-    assert summary.read_summary(path) == dict(whole, fusion_config={}, speed=4.0, memory=None)
+    assert summary.read_summary(path) == dict(whole, fusion_config={}, speed=4.0, memory=None, rates=[])

@@ -1,0 +1,139 @@
+"""From traces made by hand to what a session says of them, by hand."""
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fusion_lab.measuring import analysis
+from fusion_lab.measuring.probe import Findings
+from tests.second_program import PROGRAM as SECOND
+
+MB = 2 ** 20
+INFO = dict(gpu_name=None, host_cpu="CPU|`1`", torch_version="2", git_commit=None)
+
+
+def event(category, name, thread, start, length, **arguments):
+    return dict(ph="X", cat=category, name=name, tid=thread, ts=start, dur=length, args=arguments)
+
+
+def cpu_trace():
+    """Two steps of 100 µs forward."""
+    return [event(*values) for t in (0.0, 1000.0) for values in (
+        ("user_annotation", "forward", 1, t, 100.0), ("user_annotation", "up", 1, t + 10, 40.0),
+        ("cpu_op", "aten::mm", 1, t + 20, 12.0), ("cpu_op", "aten::add", 1, t + 60, 4.0))]
+
+
+def gpu_trace():
+    """Two steps; autograd's thread is 2. Every kernel runs long after its launch, out of its range's time."""
+    events = []
+    for step in range(2):
+        t = 1000.0 * step
+        events += [
+            event("user_annotation", "forward", 1, t, 100.0), event("user_annotation", "up", 1, t + 10, 40.0),
+            event("cpu_op", "aten::addmm", 1, t + 12, 20.0),
+            event("cuda_runtime", "cudaLaunchKernel", 1, t + 14, 5.0, correlation=10 * step + 1),
+            event("cuda_driver", "cuLaunchKernelEx", 1, t + 60, 5.0, correlation=10 * step + 2),
+            event("user_annotation", "backward", 1, t + 100, 100.0),
+            event("user_annotation", "up.backward", 2, t + 110, 50.0),
+            event("cuda_runtime", "hipLaunchKernel", 2, t + 120, 5.0, correlation=10 * step + 3),
+            event("kernel", "sm90_gemm", 7, t + 500, 30.0, correlation=10 * step + 1),
+            event("kernel", "vectorized_elementwise_kernel", 7, t + 530, 10.0, correlation=10 * step + 2),
+            event("kernel", "sm90_gemm", 7, t + 535, 60.0, correlation=10 * step + 3),
+            event("gpu_memcpy", "Memcpy HtoD", 8, t + 700, 4.0, correlation=99),
+            dict(ph="i", name="[memory]", tid=1, ts=t + 13, args={"Bytes": 256, "Device Type": 1})]
+    return events
+
+
+def analysed(events, directory, monkeypatch, samples=(), untraced=3, seconds=0.25e-3, **found):
+    """analysis_of() a run of five steps, of which some were timed before the profiler began."""
+    (directory / "t.json").write_text(json.dumps(dict(traceEvents=events)))
+    monkeypatch.setattr(analysis, "system_info", lambda _: INFO)
+    settings = SECOND.settings(width=8, batch_size=3, device="cpu")
+    trainer = SimpleNamespace(program=SECOND, settings=settings, device=torch.device("cpu"))
+    profiling = SimpleNamespace(trace=str(directory / "t.json"), untraced=untraced, samples=list(samples),
+                                undisturbed=lambda steps: steps[:untraced] if untraced else steps)
+    known = Findings(**{**dict(saved=dict(up=3 * MB, rest=MB), flops=7, launches=3), **found})
+    times = np.array([[seconds] * 4] * 3 + [[1.0] * 4] * 2)
+    return analysis.analysis_of(trainer, known, times, 2.0, profiling)
+
+
+def test_a_cpu_is_timed_without_the_profiler(tmp_path, monkeypatch):
+    """Medians of the steps before the trace; the last ones were slowed by it."""
+    samples = [{"up": up, "forward": 1e-3} for up in (1e-3, 3e-3, 9e-3)] + [{"up": 77.0}] * 2
+    found = analysed(cpu_trace(), tmp_path, monkeypatch, samples,
+                     launches_by_range={("up", "forward"): 1, ("rest", "forward"): 2})
+    up, rest = found["sublayers"]
+    assert (up["name"], up["direction"], up["calls"], up["launches"]) == ("up", "forward", 1, 1)
+    assert (up["total_us"], up["share"]) == (pytest.approx(3000.0), pytest.approx(0.75))
+    assert (up["saved_activation_mb"], up["allocated_mb"]) == (3.0, None)
+    assert (rest["name"], rest["total_us"], rest["launches"]) == ("rest", pytest.approx(1000.0), 2)
+    assert found["step"] == dict(
+        untraced_ms=pytest.approx(1), p20_ms=pytest.approx(1), p80_ms=pytest.approx(1), traced_ms=0.1,
+        gpu_busy_ms=None, step_times=pytest.approx([1e-3] * 3),
+        phases_ms=dict.fromkeys(("data", "forward", "backward", "optimizer"), pytest.approx(0.25)))
+    assert (found["unit"], found["launch"], found["launches_per_step"]) == ("operation", None, 3)
+    assert found["time_kind"] == "CPU time, without the profiler" and found["memory_peak_mb"] == 2.0
+    assert found["flops_share"] == dict(up=0.5, down=0.5) and found["profile_steps"] == 2
+    heaviest, saved = found["findings"]
+    assert all(part in heaviest for part in ("`up`", "75% of the step", "50% of", "a factor of 4.00"))
+    assert "`up`" in saved and "3.0 of 4.0 MB, 75%" in saved
+
+
+def test_a_run_that_the_profiler_saw_whole_says_so(tmp_path, monkeypatch):
+    found = analysed(cpu_trace(), tmp_path, monkeypatch, [{"up": 1e-3}] * 5, untraced=0)
+    assert found["time_kind"] == "CPU time, under the profiler" and len(found["step"]["step_times"]) == 5
+
+
+def test_a_gpu_is_timed_by_its_kernels(tmp_path, monkeypatch):
+    found = analysed(gpu_trace(), tmp_path, monkeypatch)
+    table = {(e["name"], e["direction"]): e for e in found["sublayers"]}
+    assert {place: e["total_us"] for place, e in table.items()} == {
+        ("up", "backward"): 60.0, ("up", "forward"): 30.0, ("rest", "forward"): 10.0,
+        ("rest", "launch not recorded"): 4.0, ("rest", "backward"): 0.0}
+    assert table["up", "forward"]["share"] == pytest.approx(30 / 104) and found["total_us"] == 104
+    assert [table["up", d]["launches"] for d in ("forward", "backward")] == [1, 1]
+    assert found["unit"] == "kernel" and found["coverage"]["unattributed"] == pytest.approx(4 / 104)
+    assert {kind: entry["calls"] for kind, entry in found["kinds"].items()} == {
+        "matrix product": 2, "elementwise": 1, "copy": 1}
+    assert (found["launch"]["verdict"], found["launch"]["busy_ms"]) == ("launch-bound", pytest.approx(0.099))
+    assert "of the GPU time" in found["findings"][0] and "launch-bound: kernels run during 10%" in \
+        found["findings"][2]
+
+
+@pytest.mark.parametrize("busy, verdict", [
+    (0.49, "launch-bound"), (0.5, "partly launch-bound"), (0.84, "partly launch-bound"),
+    (0.85, "not launch-bound")])
+def test_shares_that_decide_on_a_gpu(busy, verdict):
+    step = dict(untraced_ms=10.0, gpu_busy_ms=10 * busy)
+    found = analysis.launch_arithmetic(1000, step)
+    assert found["verdict"] == verdict and "every 10.0 µs" in found["text"]
+    assert analysis.launch_arithmetic(None, step)["launches"] is None  # under --enable-rocm-profiling
+    assert analysis.launch_arithmetic(1000, step, lost=True)["verdict"].startswith("undecided")
+
+
+def test_blocks_that_are_one_piece_have_no_heaviest_sublayer(tmp_path, monkeypatch):
+    events = [e for e in cpu_trace() if e["name"] != "up"]
+    found = analysed(events, tmp_path, monkeypatch, [{"forward": 1e-3}] * 5, saved={})
+    assert found["coverage"]["sublayers"] == 0 and len(found["findings"]) == 1
+    assert "--disable-torch-compile" in found["findings"][0]
+
+
+def test_kernels_by_kind():
+    rows = [dict(name=name, kind=kind, calls=calls, self_us=us) for name, kind, calls, us in (
+        ("a", "copy", 2, 30.0), ("b", "fill", 1, 50.0), ("c", "copy", 4, 20.0))]
+    kernels, kinds = analysis.kernel_entries(SimpleNamespace(kernel_table=lambda: rows))
+    assert [e["share"] for e in kernels] == [0.3, 0.5, 0.2]
+    assert kinds == dict(copy=dict(calls=6, self_us=50.0, share=0.5),
+                         fill=dict(calls=1, self_us=50.0, share=0.5))
+
+
+def test_short_kernels_are_those_below_five_microseconds():
+    assert analysis.short_kernels([1.0, 4.0, 5.0, 30.0]) == dict(
+        limit_us=5.0, count_share=0.5, time_share=0.125)
+    assert analysis.short_kernels([]) == dict(limit_us=5.0, count_share=1.0, time_share=1.0)
+
+
+def test_a_run_without_a_trace_has_no_analysis():
+    assert analysis.write_analysis(None, None, None, None, SimpleNamespace(trace=None)) is None
