@@ -117,10 +117,11 @@ def run(argv=None):
     parser = Parser(prog="compare_llama.py", description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for llama.json")
     for name, value in SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=whole_number(), default=value)
-    parser.add_argument("--steps", type=whole_number(), default=20)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=whole_number(), default=value,
+                            help="(default: %(default)s)")
+    parser.add_argument("--steps", type=whole_number(), default=20, help="timed (default: %(default)s)")
     parser.add_argument("--only", type=regular_expression, default="", help="contenders (default: all)")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", help="(default: %(default)s)")
     a = parser.parse_args(argv)
     program, device = load_program(ROOT / "companions" / "tiny_llama.py"), choose_device(a.device)
     sizes = {name: getattr(a, name) for name in SIZES} | dict(intermediate_size=4 * a.hidden_size)

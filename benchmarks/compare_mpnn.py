@@ -43,6 +43,7 @@ OURS = {  # name: switches beside the defaults
     "ours, compiled, graph, all kernels": (*GRAPH, "enable_message_kernel", "enable_triton_adamw"),
 }
 SIZES = dict(batch_size=20, seq_len=512, hidden_dim=128, num_layers=3, neighbors=48)
+PRECISIONS = ("float32", "bfloat16")
 CHECKPOINT = "torch.utils.checkpoint.checkpoint(layer, "
 
 
@@ -124,12 +125,13 @@ def run(argv=None):
     parser.add_argument("--peer", help="the authors' training/model_utils.py (default: ours alone)")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for mpnn.json")
     for name, value in SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=whole_number(), default=value)
-    parser.add_argument("--steps", type=whole_number(), default=20)
-    parser.add_argument("--precisions", nargs="+", choices=("float32", "bfloat16"),
-                        default=["float32", "bfloat16"])
+        parser.add_argument(f"--{name.replace('_', '-')}", type=whole_number(), default=value,
+                            help="(default: %(default)s)")
+    parser.add_argument("--steps", type=whole_number(), default=20, help="timed (default: %(default)s)")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS,
+                        help="(default: both)")
     parser.add_argument("--only", type=regular_expression, default="", help="contenders (default: all)")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", help="(default: %(default)s)")
     a = parser.parse_args(argv)
     program = load_program(ROOT / "companions" / "protein_mpnn.py")
     device, sizes = choose_device(a.device), {name: getattr(a, name) for name in SIZES}

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time the Triton kernels against every other way to compute the same, forward and backward, on one GPU.
 
-    python benchmarks/measure_kernels.py --out OUT [--only REGEX] [--sizes 64 256] [--retune]
+    python benchmarks/measure_kernels.py --out OUT [--only REGEX] [--sizes 64 256]
 
 A row is one operation, size S (c 128, 4 heads, bf16; outer product: h 32, N 64 if not named) and
 implementation: ours, plain PyTorch, the same under torch.compile; for attention FlexAttention and SDPA; for
@@ -25,14 +25,13 @@ from fusion_lab.training import files
 
 files.quiet(__name__)
 
-from fusion_lab.training.files import MISSING, UserError, exit_code, finite, require_packages, write_json
+from fusion_lab.training.files import NO_GPU, UserError, exit_code, finite, require_packages, write_json
 
 require_packages("measure_kernels.py", "torch", "triton")
 
 import torch
 import torch.nn.functional as F
 
-from fusion_lab.kernels import tuner
 from fusion_lab.kernels.attention import layer as attention_layer
 from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.library.attention_choice import flex_attend, prepare_flex_attention
@@ -246,19 +245,6 @@ def line(row):
             f"{row['extra_mb']:8.1f} MB  {'ok' if row['accurate'] else 'INACCURATE'}")
 
 
-def retune(names, sizes, device):
-    """Measure every candidate of our kernels at these sizes; the winners go into the cache."""
-    with tuner.retuning() as found:
-        for name in names:
-            for size in sizes:
-                make_tensors, implementations = OPERATIONS[name]
-                tensors = make_tensors(size, partial(torch.randn, device=device, dtype=torch.bfloat16))
-                for ours in (function for word, function in implementations().items() if word in OURS):
-                    step(ours, [*tensors, torch.randn_like(ours(*tensors))])
-    for key, choice in sorted(found.items()):
-        print(f"{key:48s} {', '.join(f'{k} {v}' for k, v in choice.items())}")
-
-
 def main(argv=None):
     parser = Parser(prog="measure_kernels.py", description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, help="directory for kernels.json (default: none)")
@@ -267,17 +253,14 @@ def main(argv=None):
     parser.add_argument("--sizes", nargs="+", type=whole_number(), default=[64, 128, 256, 384, 512],
                         help="residues (default: %(default)s)")
     parser.add_argument("--steps", type=whole_number(), default=30, help="timed (default: %(default)s)")
-    parser.add_argument("--retune", action="store_true", help="choose tiles anew first, and keep the choice")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        raise UserError("needs a GPU", code=MISSING)
+        raise UserError("needs a GPU", code=NO_GPU)
     device, rows = choose_device("cuda"), []
     prepare_flex_attention(device)
     names = [name for name in OPERATIONS if re.search(arguments.only, name)]
     if not names:
         parser.error(f"no operation is left by --only {arguments.only!r}")
-    if arguments.retune:
-        retune(names, arguments.sizes, device)
     for name in names:
         for size in arguments.sizes:
             rows += measure(name, size, arguments, device)

@@ -31,14 +31,7 @@ files.quiet(__name__)
 
 import torch
 
-from fusion_lab.training.files import (
-    MISSING,
-    OUT_OF_MEMORY,
-    UserError,
-    exit_code,
-    finite,
-    write_json,
-)
+from fusion_lab.training.files import NO_GPU, OUT_OF_MEMORY, UserError, exit_code, finite, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, system_info
 
@@ -176,7 +169,7 @@ def main(argv=None):
     parser.add_argument("--quick", action="store_true", help="a tiny shape, to try the script on a CPU")
     arguments = parser.parse_args(argv)
     if not (arguments.quick or torch.cuda.is_available()):
-        raise UserError("needs a GPU; --quick tries the script on a CPU", code=MISSING)
+        raise UserError("needs a GPU; --quick tries the script on a CPU", code=NO_GPU)
     roots = {f" ({text})": checkout(text) for text in arguments.root} or {"": ROOT}
     shapes = [rungs_of(shape, arguments.only, roots) for shape in (["tiny"] if arguments.quick else SHAPES)]
     groups = [[rung] for rungs in shapes for rung in rungs] if arguments.alone else [g for g in shapes if g]

@@ -10,8 +10,8 @@ autocast in bfloat16, without dropout, with and without activation checkpointing
 the step's time, the GPU's share of it, peak memory. Errors are against the layer in float32: of outputs,
 gradients of inputs and gradients of parameters, each the largest |difference| / |exact| of a tensor. Writes
 OUT/patches.json after each size. Exit code 1 if an error of ours is above three times that of the layer as
-it is or our kernels did not run, 3 where neither project or no GPU is there (--quick tries the script on a
-CPU, where both ways run the layer's own code).
+it is or our kernels did not run, 3 where neither project is there, 4 without a GPU (--quick tries the script
+on a CPU, where both ways run the layer's own code).
 """
 import inspect
 import os
@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusion_lab.kernels.patches import patch
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
-from fusion_lab.training.files import MISSING, UserError, exit_code, finite, write_json
+from fusion_lab.training.files import MISSING, NO_GPU, UserError, exit_code, finite, write_json
 from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
 
@@ -213,9 +213,9 @@ def show(name, S, rows):
             print(f"{label} failed: {row['failed']}", flush=True)
             continue
         ratio = f"x{own['median_ms'] / row['median_ms']:.2f}" if "median_ms" in own else ""
+        gpu = f"GPU {row['gpu_ms']:7.2f} ms  peak {row['peak_mb']:6.0f} MB  " if "gpu_ms" in row else ""
         print(f"{label} {row['median_ms']:8.2f} ms ({row['least_ms']:.2f}, {row['most_ms']:.2f}) {ratio:6s} "
-              f"GPU {row.get('gpu_ms', 0):7.2f} ms  peak {row.get('peak_mb', 0):6.0f} MB  errors "
-              f"{' '.join(f'{error:.1e}' for error in row['errors'])}", flush=True)
+              f"{gpu}errors {' '.join(f'{error:.1e}' for error in row['errors'])}", flush=True)
 
 
 def importable(name):
@@ -238,7 +238,7 @@ def main(argv=None):
     arguments = parser.parse_args(argv)
     sys.path += arguments.path
     if not (arguments.quick or torch.cuda.is_available()):
-        raise UserError("needs a GPU; --quick tries the script on a CPU", code=MISSING)
+        raise UserError("needs a GPU; --quick tries the script on a CPU", code=NO_GPU)
     device = choose_device("cpu" if arguments.quick else "cuda")
     absent = {name: reason for name in MODELS if (reason := importable(name))}
     if len(absent) == len(MODELS):

@@ -5,9 +5,9 @@
     python benchmarks/measure_ranks.py --out OUT --quick                # tiny sizes, Gloo on a CPU
 
 Data parallel: training runs on one GPU and, by torchrun, on several. At A, B and C every GPU has the batch
-that one had; "split" divides a batch of 8 among all. Long samples: steps on one GPU, everything recomputed,
-each length in a process of its own (ladder_rung.py). Writes OUT/ranks.json and prints the gains in samples/s.
-Exit code 1 if a run failed.
+that one had; "split" divides the batch of one, 8 samples or as many as can be divided, among all. Long
+samples: steps on one GPU, everything recomputed, each length in a process of its own (ladder_rung.py). Writes
+OUT/ranks.json and prints the gains in samples/s. Exit code 1 if a run failed, 4 without a GPU.
 """
 import os
 import pathlib
@@ -27,7 +27,7 @@ import torch
 from measure_ladder import ULTRA, Rung
 
 from fusion_lab.measuring.tables import aligned
-from fusion_lab.training.files import MISSING, UserError, exit_code, read_json, write_json
+from fusion_lab.training.files import NO_GPU, UserError, exit_code, read_json, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, system_info
 
@@ -37,7 +37,7 @@ SIZES = {  # name: (samples, flags)
     "C": (1, "--seq-len 384 --num-seqs 128 --msa-dim 256 --msa-heads 8"),
 }
 LONG = "--batch-size 1 --num-seqs 128 --msa-dim 256 --msa-heads 8 --enable-activation-checkpointing"
-SPLIT = 8  # samples of A's size
+SPLIT = 8  # samples of A's size, at most; one for each GPU at least
 TINY = "--num-blocks 1 --seq-len 16 --num-seqs 4 --msa-dim 16 --pair-dim 16 --use-amp --device cpu"
 
 
@@ -46,7 +46,8 @@ def runs_of(gpus, quick):
     sizes = {"A": (2, TINY)} if quick else {name: (batch, f"{flags} {ULTRA}")
                                             for name, (batch, flags) in SIZES.items()}
     pairs = {name: (batch, batch, flags) for name, (batch, flags) in sizes.items()}
-    pairs["split"] = SPLIT, SPLIT // gpus, sizes["A"][1]
+    each = max(1, SPLIT // gpus)
+    pairs["split"] = gpus * each, each, sizes["A"][1]
     return [(name, number, batch, flags) for name, (alone, each, flags) in pairs.items()
             for number, batch in ((1, alone), (gpus, each))]
 
@@ -110,7 +111,7 @@ def main(argv=None):
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the script on a CPU")
     asked = parser.parse_args(argv)
     if not (asked.quick or torch.cuda.is_available()):
-        raise UserError("needs a GPU; --quick tries the script on a CPU", code=MISSING)
+        raise UserError("needs a GPU; --quick tries the script on a CPU", code=NO_GPU)
     os.makedirs(asked.out, exist_ok=True)
     rows, result = [], dict(command=sys.argv, date=time.strftime("%F"),
                             system_info=system_info(choose_device("cpu" if asked.quick else "auto")))

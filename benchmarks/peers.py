@@ -15,12 +15,11 @@ kernels ran; a peer whose own did not has failed, and so has one whose GPU seems
 call, because the host stalled while it was timed.
 
 Writes OUT/peers.json after each size. Exit code 1 if ours fails or is beyond three times plain PyTorch's
-errors, 3 without a GPU.
+errors, 4 without a GPU.
 """
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import time
 from statistics import median
@@ -39,7 +38,7 @@ import torch
 from benchmarks.peers_cases import PEERS, problem
 from fusion_lab.kernels.library.attention_choice import prepare_flex_attention
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
-from fusion_lab.training.files import MISSING, UserError, exit_code, finite, write_json
+from fusion_lab.training.files import NO_GPU, UserError, exit_code, finite, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
 
@@ -189,17 +188,9 @@ def line(row):
     if "failed" in row:
         return f"{label} {row['failed']}"
     times = "  ".join(f"{COLUMNS[key]} {row[key]:8.3f}" for key in COLUMNS if key in row)
-    return (f"{label} {times}  {row.get('peak_mb', 0):7.0f} MB  errors {row['error']:.1e} "
-            f"{row['gradient_error']:.1e}{'' if row.get('accurate', True) else ' INACCURATE'}")
-
-
-def warm_up(arguments, flags):
-    """Compile for all sizes at once, each in a process of its own; what they compile stays on disk."""
-    jobs = [subprocess.Popen([sys.executable, __file__, *flags, "--sizes", str(size), "--warm"],
-                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            for size in arguments.sizes]
-    for job in jobs:
-        job.wait()
+    peak = f"  {row['peak_mb']:7.0f} MB" if "peak_mb" in row else ""
+    return (f"{label} {times}{peak}  errors {row['error']:.1e} {row['gradient_error']:.1e}"
+            f"{'' if row.get('accurate', True) else ' INACCURATE'}")
 
 
 def parsed(argv):
@@ -211,7 +202,6 @@ def parsed(argv):
     parser.add_argument("--only", default="", type=regular_expression,
                         help='regular expression over "attention ours" and the like (default: all)')
     parser.add_argument("--repeats", type=whole_number(), default=10, help="(default: %(default)s)")
-    parser.add_argument("--warm", action="store_true", help="run each peer once, to compile it")
     parser.add_argument("--quick", action="store_true",
                         help="float32 on a CPU, to try the script; ours with TRITON_INTERPRET=1, set before")
     return parser.parse_args(argv)
@@ -220,13 +210,10 @@ def parsed(argv):
 def main(argv=None):
     arguments = parsed(argv)
     if not (arguments.quick or torch.cuda.is_available()):
-        raise UserError("needs a GPU; --quick tries the script on a CPU", code=MISSING)
+        raise UserError("needs a GPU; --quick tries the script on a CPU", code=NO_GPU)
     sys.path += arguments.path
     device = choose_device("cpu" if arguments.quick else "cuda")
     prepare_flex_attention(device)
-    if device.type == "cuda" and not arguments.warm:
-        warm_up(arguments, ["--only", arguments.only, "--repeats", "1",
-                            *(["--path", *arguments.path] if arguments.path else [])])
     rows = []
     for size in arguments.sizes:
         for operation in OPERATIONS:

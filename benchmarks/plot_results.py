@@ -5,13 +5,13 @@
 
 Plain SVG, written here, so that the same results give the same bytes and a test can compare them.
 """
+import argparse
 import json
 import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SHAPE = "B1 S256 N64"
-FILE = "ladder_h100_2026-11-25.json"
+FILE, SHAPE = RESULTS / "ladder_h100_2026-11-25.json", "B1 S256 N64"  # of measure_ladder.py
 ROWS = {  # what the plot calls it: its name in the file
     "plain PyTorch, float32": "baseline fp32",
     "bf16, compiled, CUDA graph": "+ compile",
@@ -23,11 +23,11 @@ LEFT, BAR, GAP, LINE = 230, 220, 88, 27  # pixels: labels, longest bar, room for
 COLORS = ("#8a8a8a", "#8a8a8a", "#8a8a8a", "#1f6fb4", "#1f6fb4")  # grey: PyTorch's; blue: ours
 
 
-def figures(name, file=FILE, shape=SHAPE):
-    """(milliseconds, MB) of a training step, from a raw file of measure_ladder.py."""
-    rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]
-    row = next(r for r in rows if r["name"] == f"{shape} | {name}")
-    return row["median_ms"], row["peak_mb"]
+def figures(shape):
+    """[(milliseconds, MB)] of a training step of this shape, for each of ROWS."""
+    rows = {row["name"]: row for row in json.loads(FILE.read_text(encoding="utf-8"))["rows"]}
+    found = [rows[f"{shape} | {name}"] for name in ROWS.values()]
+    return [(row["median_ms"], row["peak_mb"]) for row in found]
 
 
 def panel(x, title, numbers, unit):
@@ -41,7 +41,7 @@ def panel(x, title, numbers, unit):
 
 
 def drawing():
-    times, memory = zip(*map(figures, ROWS.values()), strict=True)
+    times, memory = zip(*figures(SHAPE), strict=True)
     width, height = LEFT + 2 * (BAR + GAP), 46 + LINE * len(ROWS)
     second = LEFT + BAR + GAP
     labels = [f'<text x="{LEFT - 8}" y="{49 + LINE * row}" text-anchor="end">{label}</text>'
@@ -56,4 +56,5 @@ def drawing():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     sys.stdout.write(drawing())

@@ -24,6 +24,32 @@ def run(program, *flags, **environment):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("program", sorted(path.name for path in (ROOT / "benchmarks").glob("*.py")
+                                           if path.name not in ("ladder_rung.py", "peers_cases.py")))
+def test_every_program_says_what_it_needs(program):
+    done = run(program, "--help")
+    assert done.returncode == 0 and "usage: " in done.stdout and "--help" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.interpreted
+@pytest.mark.parametrize("operation", ["attention, starting node", "sub-layer, ending node", "outer product",
+                                       "triangle multiplication", "pair transition"])
+def test_what_is_timed_computes_the_same(operation):
+    """In the interpreter, in float32; the compiler's ways are left out."""
+    import measure_kernels
+    torch.manual_seed(0)
+    make_tensors, implementations = measure_kernels.OPERATIONS[operation]
+    tensors, functions = make_tensors(8, torch.randn), implementations()
+    tensors.append(torch.randn_like(functions["plain"](*tensors)))
+    exact = measure_kernels.step(functions["plain"], [
+        t.double() if t.is_floating_point() else t for t in tensors])
+    for name in functions.keys() - {"compiled", "flex"}:
+        found = measure_kernels.errors(measure_kernels.step(functions[name], tensors), exact)
+        assert all(error < 1e-4 for error in found), (name, found)
+
+
+@pytest.mark.slow
 def test_everyones_triangle_kernels(tmp_path):
     """A stand-in of cuEquivariance on a path; ours in Triton's interpreter."""
     pytest.importorskip("triton")
@@ -165,15 +191,21 @@ def test_patched_layers_that_are_wrong_or_absent():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program, flags, code, words", [
-    ("compare_llama.py", "--out OUT --hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1 "
-                         "--seq-len 16 --batch-size 1 --only nothing", 2, "--only nothing: no contender")])
-def test_what_benchmarks_refuse(program, flags, code, words, tmp_path):
-    if "OUT" in flags and not (ROOT / "companions").exists():
+@pytest.mark.parametrize("program, flags", [
+    ("compare_llama", "--hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1"),
+    ("compare_mpnn", "--hidden-dim 16 --num-layers 1 --neighbors 6")])
+def test_companions_beside_their_peers(program, flags, tmp_path):
+    if not (ROOT / "companions").exists():
         pytest.skip("companions were deleted")
-    done = run(program, *(str(tmp_path) if flag == "OUT" else flag for flag in flags.split()))
-    assert done.returncode == code and words in done.stderr and done.stderr.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+    flags = f"{flags} --seq-len 16 --batch-size 1 --steps 2 --device cpu".split()
+    done = run(f"{program}.py", *flags, "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / f"{program.partition('_')[2]}.json").read_text())
+    for rows in found.get("tables", dict(bfloat16=found.get("rows"))).values():
+        times = {row["name"]: row["median"] for row in rows}
+        assert {"ours, baseline", "ours, fused"} <= times.keys() and min(times.values()) > 0
+    done = run(f"{program}.py", *flags, "--only", "nothing", "--out", tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--only nothing" in done.stderr
 
 
 @pytest.mark.slow
@@ -194,6 +226,7 @@ def test_gains_are_of_runs_on_one_gpu_and_on_several():
         ("A", 1, 10), ("A", 2, 18), ("split", 1, 12), ("split", 2, 18), ("B", 1, 3), ("S 9", 1, 3))]
     assert measure_ranks.gains([*rows, dict(name="B", failed="x")])[1:] == [
         ["A", "10.0", "18.0", "1.80"], ["split", "12.0", "18.0", "1.50"]]
-    runs = measure_ranks.runs_of(4, quick=False)
-    assert [run[:3] for run in runs if run[0] in "B split"] == [
-        ("B", 1, 1), ("B", 4, 1), ("split", 1, 8), ("split", 4, 2)]
+    for gpus, whole, each in ((4, 8, 2), (3, 6, 2), (16, 16, 1)):
+        runs = measure_ranks.runs_of(gpus, quick=False)
+        assert [run[:3] for run in runs if run[0] in "B split"] == [
+            ("B", 1, 1), ("B", gpus, 1), ("split", 1, whole), ("split", gpus, each)]
