@@ -28,7 +28,8 @@ QUICK_SIZES = [("--num-blocks", "2"), ("--num-seqs", "8"), ("--seq-len", "16")] 
 ABOUT = f"""{', '.join(NAMES)} one after the other, each in its own directory, and
 PROFILING_SUMMARY.md with the result, duration and main figures of each."""
 NOTE = """Step times are the trainer's own while the profiler was watching, those of pytorch without it: they
-compare the profilers' overhead, not models. Launches are the trainer's count, kernel times were recorded."""
+compare the profilers' overhead, not models. Launches are the trainer's count, of operations on a CPU; kernel
+times were recorded."""
 
 
 def profiler_list(text):

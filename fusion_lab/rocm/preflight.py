@@ -103,8 +103,8 @@ def tool_problems(tool, package):
     if tool.path is None:
         tree = os.environ.get("ROCM_PATH", "/opt/rocm")
         yield (MISSING, f"{tool.name} not found on PATH and in {tree}/bin",
-               f"Install the package {package} (ROCm 6.3 or newer), beside ROCm from pip the wheel "
-               "rocm-profiler (7.13 or newer), or set ROCM_PATH.")
+               f"Install the package {package} (ROCm 6.3 or newer), or rocm-profiler by pip beside ROCm's "
+               "other wheels (7.13 or newer), or set ROCM_PATH.")
     elif tool.trouble:
         said, _, advice = known_failure(tool.trouble) or (
             tool.trouble.splitlines()[-1], MISSING, f"See what {shlex.join([tool.path, '--help'])} prints.")
