@@ -11,7 +11,7 @@ from fusion_lab.training.models import read_model, save_model
 from tests.proteins.folds_at_hand import a_fold, turned
 from tests.proteins.test_batches import family, real
 from tests.support import run_program
-from tiny_openfold.proteins import batches, geometry, orientations, prediction
+from tiny_openfold.proteins import batches, geometry, orientations
 from tiny_openfold.proteins.geometry import CA, CB, N
 from tiny_openfold.proteins.orientations import BINS, UNKNOWN, OrientationHead, bins_of
 
@@ -119,20 +119,6 @@ def test_a_batch_without_a_known_pair_costs_nothing():
     assert loss.item() == 0 and pair.grad.abs().max() == 0 and head.projection.weight.grad.abs().max() == 0
 
 
-def test_gradients_of_float64():
-    generator = torch.Generator().manual_seed(1)
-    head = OrientationHead(5).double()
-    bins = torch.randint(0, 13, (1, 4, 4, 3), generator=generator)
-    bins[0, 2] = UNKNOWN
-    pair = torch.randn(1, 4, 4, 5, dtype=torch.float64, generator=generator, requires_grad=True)
-    weight = torch.randn(64, 5, dtype=torch.float64, generator=generator, requires_grad=True)
-
-    def loss(pair, weight):
-        return torch.func.functional_call(head, {"projection.weight": weight},
-                                          (pair, bins, True))["orientation_loss"]
-    assert torch.autograd.gradcheck(loss, (pair, weight))
-
-
 def test_bins_stay_in_another_place_and_change_in_a_mirror():
     atoms = a_fold()
     bins = bins_of(atoms[:, :3])
@@ -191,16 +177,6 @@ def test_without_the_flag_nothing_is_added_and_files_of_both_kinds_load(tmp_path
     for name, model in (("plain", plain), ("wide", wide)):
         save_model(tmp_path / name, tof.PROGRAM, model.state_dict(), model.config, {})
         assert read_model(tmp_path / name, tof.PROGRAM).config.orientations is (name == "wide")
-
-
-@pytest.mark.parametrize("has", [False, True])
-def test_predictions_for_folding(has):
-    model, batch = model_of(orientations=has), dict(msa_tokens=torch.randint(0, 20, (1, 4, 6)))
-    given = tof.PROGRAM, model.state_dict(), model.config, batch, torch.device("cpu"), None
-    found = prediction.run_model(*given)
-    assert (BINS.keys() <= found.keys()) is has and found["distogram_logits"].shape == (6, 6, 64)
-    for name in BINS.keys() & found.keys():
-        assert found[name].shape == (6, 6, BINS[name]) and found[name].dtype == torch.float32
 
 
 # --- Real proteins, and training -----------------------------------------------------------------------

@@ -157,11 +157,6 @@ def frames_along(trace):
     return rotation, trace - rotation @ geometry.ideal_residue(trace.dtype)[3]
 
 
-def stiffness(done):
-    """Of peptide bonds when this share of the steps is done: each residue by itself first, the chain last."""
-    return 10 ** (-3.0 + 3.0 * min(done / 0.75, 1))
-
-
 def fold_frames(potential, traces, sequence, orientations=None):
     """Atoms (B, L, 5, 3) of chains that start along the traces (B, L, 3)."""
     rotation, place = frames_along(traces)
@@ -179,8 +174,8 @@ def fold_frames(potential, traces, sequence, orientations=None):
         if clashing and (pairs is None or step % REFRESH == 0):
             pairs = near_pairs(atoms)
         costs = terms(potential, atoms, sequence, pairs, orientations)
-        if "peptide" in costs:
-            costs["peptide"] = stiffness(done) * costs["peptide"]
+        if "peptide" in costs:  # each residue by itself first, the chain last
+            costs["peptide"] = 10 ** (-3.0 + 3.0 * min(done / 0.75, 1)) * costs["peptide"]
         optimizer.zero_grad()
         sum(costs.values()).sum().backward()
         optimizer.step()
