@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
+from fusion_lab.measuring.variants import in_use, spelled
 from fusion_lab.training.checkpoints import optimizer_state, unpacked
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import finite, write_json
@@ -111,6 +112,29 @@ def compare_numerics(program, settings, device, note=lambda text: None):
     return judge(*runs, TF32_EPSILON if tf32 else torch.finfo(dtype).eps, tolerances)
 
 
+OF_THE_STEP = {"enable_cuda_graphs", "enable_master_weights", "enable_triton_adamw"}  # not of its gradients
+
+
+def covered(settings, device):
+    """What a check of these settings runs, as the end of its result: checked, switches that outputs and
+    gradients depend on; not_used, why others do nothing here or nothing to these."""
+    on_gpu = device.type == "cuda"
+    used = in_use(settings, on_gpu)
+    beyond = [spelled(name) for name in used if name in OF_THE_STEP]
+    return dict(checked=[spelled(name) for name in used if name not in OF_THE_STEP],
+                not_used=[*settings.idle(on_gpu), *(
+                    f"{name} changes the optimizer's step, and outputs and gradients are checked"
+                    for name in beyond)])
+
+
+def print_covered(found):
+    """Lines that say so. Returns why nothing was checked, a list that is empty where something was."""
+    print(f"Checked: {', '.join(found['checked']) or 'nothing'}")
+    if found["not_used"]:
+        print(f"Not used here: {'; '.join(found['not_used'])}")
+    return [] if found["checked"] else ["nothing that is switched on differs from the baseline here"]
+
+
 def verify_accuracy(program, settings):
     """--verify-accuracy: print the differences and PASS or FAIL; exit code 0 or 1."""
     training = settings.training
@@ -125,12 +149,14 @@ def verify_accuracy(program, settings):
     print(f"   Tolerance: rtol={RTOL:g}, atol={ATOL:g}{applied}")
     print(f"   Error against float64: at most {verdict['worst_error_ratio']:.2f}x the baseline's own, "
           f"allowed {ERROR_FACTOR:g}x")
+    found = covered(settings, device)
+    failures = [*failures, *print_covered(found)]
     for line in failures[:10]:
         print(f"   {line}")
     if len(failures) > 10:
         print(f"   ... and {len(failures) - 10} more")
     result = dict(mode="verify_accuracy", passed=not failures, device=str(device), **finite(verdict),
-                  failures=failures, rtol=RTOL, atol=ATOL, error_factor=ERROR_FACTOR)
+                  failures=failures, rtol=RTOL, atol=ATOL, error_factor=ERROR_FACTOR, **found)
     path = os.path.join(settings.profiler.profile_dir, program.result("accuracy"))
     write_json(path, result)
     print("FAIL" if failures else "PASS")
@@ -145,10 +171,10 @@ def validate_setup(program, settings):
     sizes = {name: value for name, value in program.demo.items() if hasattr(settings.model, name)}
     small = settings.having(**sizes, batch_size=2)
     print(f"Device: {device} | torch {torch.__version__}", flush=True)
-    reasons = []
     _, failures = compare_numerics(program, small, device)
     print(f"   Fused against baseline numerics: {'FAIL' if failures else 'ok'}", flush=True)
-    reasons += failures[:3]
+    found = covered(small, device)
+    reasons = [*failures[:3], *print_covered(found)]
     trainer = program.trainer(program, small.having(learning_rate=1e-3), device)
     batch = to_device(program.data(small).check_batch(), device)
     losses = [trainer.step(batch).item() for _ in range(5)]
@@ -161,7 +187,7 @@ def validate_setup(program, settings):
         reasons.append(f"parameters without a gradient: {', '.join(missing[:3])}")
     if not for_people(settings):
         print(json.dumps(dict(mode="validate_setup", passed=not reasons, reasons=reasons,
-                              losses=finite(losses), device=str(device)), allow_nan=False))
+                              losses=finite(losses), device=str(device), **found), allow_nan=False))
     title = program.suffix.upper()
     print(f"{title} validation failed: {'; '.join(reasons)}" if reasons else
           f"{title} validation successful! Fusion setup working properly.")

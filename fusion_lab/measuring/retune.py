@@ -25,6 +25,11 @@ def retune(program, settings):
     if not HAS_TRITON:
         raise UserError("--retune needs Triton: pip install triton", code=MISSING)
     from fusion_lab.kernels import tuner
+    cache = tuner.cache_file()
+    try:
+        tuner.write(cache, tuner.read(cache))  # what cannot be kept is told now, not after minutes
+    except OSError as error:
+        raise UserError(f"--retune: cannot write {cache}: {error.strerror}") from None
     compiled = fusion.enable_torch_compile and getattr(fusion, f"{SWITCH}weight_gradients", False)
     settings = replace(settings, fusion=replace(fusion, enable_torch_compile=compiled,
                                                 enable_cuda_graphs=False))
@@ -38,7 +43,7 @@ def retune(program, settings):
     for kernel, chosen in sorted(found.items()):
         print(f"{kernel:44s} {', '.join(f'{key} {value}' for key, value in chosen.items())}")
     path = os.path.join(settings.profiler.profile_dir, program.result("tiles"))
-    write_json(path, dict(gpu=tuner.gpu(), tiles=found, cache=str(tuner.cache_file())))
-    print(f"Kept in {tuner.cache_file()}")
+    write_json(path, dict(gpu=tuner.gpu(), tiles=found, cache=str(cache)))
+    print(f"Kept in {cache}")
     print_result(dict(mode="retune", kernels=len(found)), path, settings)
     return 0

@@ -276,6 +276,15 @@ def test_retune_says_what_it_lacks(values, kind, triton, code, words, tmp_path, 
     assert caught.value.code == code
 
 
+def test_retune_finds_out_that_it_cannot_keep_its_result_before_it_measures(tmp_path, monkeypatch):
+    monkeypatch.setattr(retune, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(retune, "HAS_TRITON", True)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tuner, "cache_file", lambda: tmp_path / "file" / "cache.json")
+    with pytest.raises(UserError, match=r"cannot write .*cache\.json"):
+        retune.retune(dataclasses.replace(tof.PROGRAM, trainer=None), ultra(tmp_path))
+
+
 @pytest.mark.parametrize("kernels, compiled", [(("up", "down"), False), (("up", "down"), True), ((), False)])
 def test_retune_runs_one_step_and_keeps_what_wins(kernels, compiled, tmp_path, monkeypatch, capsys):
     told = []

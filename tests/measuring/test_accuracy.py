@@ -181,11 +181,26 @@ def test_a_check_prints_ten_failures_and_writes_all(broken, tmp_path, monkeypatc
         "   Relative difference: max inf, mean 5.000e-01 (of elements above 0.0001)",
         "   Tolerance: rtol=0.001, atol=0.0001",
         "   Error against float64: at most 1.50x the baseline's own, allowed 3x",
-        *(f"   {line}" for line in lines[:10]), *more, "FAIL" if broken else "PASS"]
+        "Checked: fused-relu", *(f"   {line}" for line in lines[:10]), *more, "FAIL" if broken else "PASS"]
     assert [path.name for path in tmp_path.iterdir()] == ["accuracy_mlp.json"]
     assert last_json(out) == dict(
         mode="verify_accuracy", passed=not broken, device="cpu", **dict(VERDICT, max_relative=None),
-        failures=lines, rtol=1e-3, atol=1e-4, error_factor=3.0)
+        failures=lines, rtol=1e-3, atol=1e-4, error_factor=3.0, checked=["fused-relu"], not_used=[])
+
+
+def test_a_check_of_nothing_is_no_pass_and_says_what_did_not_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: (VERDICT, []))
+    settings = SECOND.settings(**SMALL, profile_dir=str(tmp_path), enable_fused_relu=False,
+                               enable_cuda_graphs=True, enable_master_weights=True, use_amp=True)
+    assert accuracy.verify_accuracy(SECOND, settings) == 1
+    result = last_json(capsys.readouterr().out)
+    assert (result["passed"], result["checked"]) == (False, []) and "nothing" in result["failures"][0]
+    assert result["not_used"][0] == "CUDA graphs need a GPU" and "master-weights" in result["not_used"][1]
+    assert accuracy.verify_accuracy(SECOND, settings.having(enable_fused_residual=True)) == 0
+    assert last_json(capsys.readouterr().out)["checked"] == ["fused-residual"]
+    plain = settings.having(width=16, enable_master_weights=False, use_amp=False)
+    assert accuracy.validate_setup(SECOND, plain) == 1
+    assert "nothing that is switched on" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_tolerances_that_do_not_apply_are_said_so(tmp_path, monkeypatch, capsys):
@@ -244,12 +259,12 @@ def test_validation_by_its_reasons(monkeypatch, capsys):
     assert code == 1 and not result["passed"] and result["losses"] == [3.0, 2.0, 2.0, 4.0, 3.0]
     assert result["reasons"] == [
         "a", "b", "c", "loss did not fall in five steps on one batch: 3.0000 -> 3.0000"]
-    assert lines[:3] == [
+    assert lines[:4] == [
         f"Device: cpu | torch {torch.__version__}", "   Fused against baseline numerics: FAIL",
-        "   Five training steps: loss 3.0000 -> 3.0000 FAIL"]
+        "Checked: fused-relu", "   Five training steps: loss 3.0000 -> 3.0000 FAIL"]
     monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: ({}, []))
     code, _, lines = validation(replace(SECOND, trainer=telling([3.0, 1.0, 1.0, 4.0, 2.0])), capsys)
-    assert code == 0 and lines[1:3] == ["   Fused against baseline numerics: ok",
+    assert code == 0 and lines[1:4] == ["   Fused against baseline numerics: ok", "Checked: fused-relu",
                                         "   Five training steps: loss 3.0000 -> 2.0000 ok"]
 
 
