@@ -11,7 +11,7 @@ files.quiet(__name__)
 import time
 
 from fusion_lab.measuring.analysis import ANALYSIS
-from fusion_lab.measuring.comparison.variants import with_fusion
+from fusion_lab.measuring.variants import with_fusion
 from fusion_lab.profiler.arguments import SCRIPT, parse
 from fusion_lab.profiler.report import read_analysis
 from fusion_lab.profiler.session import run_session

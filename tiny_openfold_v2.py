@@ -63,7 +63,7 @@ class TinyOpenFoldConfig(Checked):
 @dataclass(frozen=True)
 class FusionConfig(TritonSwitches):
     """Which operations run fused. Every bool becomes an --enable-X/--disable-X pair. preset: part of
-    --enable-all-fusion; rung: where --compare-fusion adds it; alone=False: it has no row of its own."""
+    --enable-all-fusion."""
     enable_qkv_fusion_msa: bool = option(True, "Q, K, V of MSA attention in one GEMM", preset=True,
                                         title="MSA QKV Fusion")
     enable_qkv_fusion_triangle: bool = option(True, "Q, K, V of triangle attention in one GEMM", preset=True,
@@ -74,12 +74,12 @@ class FusionConfig(TritonSwitches):
                                           "one GEMM", preset=True, title="Triangle Gate/Proj Fusion")
     enable_opm_fusion: bool = option(True, "outer product mean re-associated where cheaper", preset=True)
     enable_projection_fusion: bool = option(False, "more in one GEMM: gates with Q, K, V and with left, "
-                                            "right; gradients of embeddings", preset=True, rung=4)
+                                            "right; gradients of embeddings", preset=True)
     enable_transition_fusion: bool = option(False, "bias and ReLU of transitions within their GEMM",
-                                            preset=True, rung=5)
-    enable_activation_checkpointing: bool = option(False, "recompute whole blocks in backward", rung=7)
+                                            preset=True)
+    enable_activation_checkpointing: bool = option(False, "recompute whole blocks in backward")
     enable_selective_checkpointing: bool = option(False, "recompute sub-layers; our kernels keep the "
-                                                  "output of attention", rung=14)
+                                                  "output of attention")
     attention_backend: str = option("auto", "implementation of fused attention; math is plain",
                                    choices=("auto", "math", "sdpa", "flex"))
 
@@ -113,10 +113,10 @@ from fusion_lab.kernels.library import attention_choice
 from fusion_lab.kernels.library.custom_gradients import LinearReLU, TriangleProduct, summed_rows
 from fusion_lab.kernels.library.packing import PackedProjections
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
-from fusion_lab.measuring import accuracy, retune, summary, turns
+from fusion_lab.measuring import accuracy, retune, summary
 from fusion_lab.measuring.analysis import write_analysis
 from fusion_lab.measuring.clocks import PhaseTimer
-from fusion_lab.measuring.comparison import compare as comparison
+from fusion_lab.measuring.comparison_table import compare_fusion
 from fusion_lab.measuring.metrics import Metrics
 from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
 from fusion_lab.measuring.ranges import PHASES, Profiling
@@ -746,7 +746,6 @@ PROGRAM = Program(
 
 def run(argv=None, program=PROGRAM):
     """Parse the command line and do what it asks; returns the exit code. Raises UserError."""
-    turns.die_with_parent()
     argv = flags.with_demo(sys.argv[1:] if argv is None else argv)
     program = flags.named_program(argv, program)
     arguments, settings, mode = flags.parse(flags.make_parser(program), program, argv)
@@ -757,11 +756,11 @@ def run(argv=None, program=PROGRAM):
     torchrun.require_alone(mode)
     if mode in program.modes:
         return program.modes[mode](program, settings)
-    settings = settings.claimed()
+    if mode == "--compare-fusion":
+        return compare_fusion(program, settings, arguments.variants, getattr(arguments, "num_steps", None))
     modes = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
-             "--compare-fusion": lambda *both: comparison.compare_fusion(*both, *flags.compared(arguments)),
              "--retune": retune.retune}
-    return modes[mode](program, settings)
+    return modes[mode](program, settings.claimed())
 
 
 def main(argv=None, program=PROGRAM):

@@ -52,9 +52,9 @@ class MpnnSwitches(Switches):
         "into the first GEMM of edges", preset=True, title="Edge Fusion")
     enable_message_kernel: bool = option(
         False, "Triton between the products of messages, split and aggregated; gradients of neighbours "
-        "summed in one order", preset=True, rung=5)
+        "summed in one order", preset=True)
     enable_activation_checkpointing: bool = option(
-        False, "keep only the inputs of every layer, recompute the rest in backward", rung=7)
+        False, "keep only the inputs of every layer, recompute the rest in backward")
 
     def idle(self, settings, on_gpu):
         found = super().idle(settings, on_gpu)

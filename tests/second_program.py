@@ -21,8 +21,7 @@ class MlpConfig(Checked):
 class MlpSwitches(Switches):
     """Which of its operations run fused."""
     enable_fused_relu: bool = option(True, "bias and ReLU within their GEMM", preset=True, title="Fused ReLU")
-    enable_fused_residual: bool = option(False, "the residual in the epilogue of its GEMM", preset=True,
-                                         rung=4)
+    enable_fused_residual: bool = option(False, "the residual in the epilogue of its GEMM", preset=True)
 
 
 KNOWN = dict(file=__file__, about=__doc__, suffix="mlp", version="mlp", model_config=MlpConfig,

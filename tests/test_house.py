@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusion_lab.measuring import accuracy
-from fusion_lab.measuring.comparison import compare as comparison
-from fusion_lab.measuring.comparison.variants import Variant, with_fusion
+from fusion_lab.measuring import accuracy, compare
+from fusion_lab.measuring.variants import with_fusion
 from fusion_lab.training.checkpoints import restore, snapshot
 from fusion_lab.training.files import UserError
 from fusion_lab.training.program import PARTS, load_program
@@ -287,11 +286,9 @@ def test_accuracy_passes_and_catches_a_generic_mutant(program):
 
 def test_comparison_runs(started):
     program, settings = started, small(started)
-    fusions = dict(baseline=program.fusion_config.preset(False), all=settings.fusion)
-    variants = [Variant(name, with_fusion(settings, fusion)) for name, fusion in fusions.items()]
-    result = comparison.compare(program, settings, variants=variants)
-    assert all(row["measured"] and row["launches_per_step"] > 5 for row in result["variants"])
-    assert result["config"] == dataclasses.asdict(settings.model)
+    found = compare.compare(program, settings, "fused", 2)
+    assert all(row.measured and row.launches_per_step > 5 for row in found.rows)
+    assert found.as_dict()["config"] == dataclasses.asdict(settings.model)
 
 
 def as_flags(values):

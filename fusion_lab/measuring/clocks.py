@@ -1,4 +1,5 @@
 """Clocks: times between marks, sums within ranges, quantiles."""
+import math
 import time
 
 import numpy as np
@@ -67,8 +68,9 @@ def quantiles(times):
 
 
 def median_interval(values):
-    """(low, high) between which the median of what these are a sample of lies, 95%: two of the values, by
-    their order. Of fewer than six there is none; these are the outermost then."""
-    values = np.sort(values)
-    outside = max(int((len(values) - 1.96 * len(values) ** 0.5) / 2), 0)
-    return float(values[outside]), float(values[-1 - outside])
+    """(low, high) between which lies the median of what these are a sample of, in at least 95% of all cases:
+    two of the values by their order, whatever their distribution. Fewer than six have none: (None, None)."""
+    values, outside, missed = np.sort(values), 0, 0.0  # so many values on either side are left out
+    while (missed := missed + 2 * math.comb(len(values), outside) / 2 ** len(values)) <= 0.05:
+        outside += 1
+    return (float(values[outside - 1]), float(values[-outside])) if outside else (None, None)

@@ -109,10 +109,9 @@ def make_variants(settings, names, on_gpu):
         variant.not_used = tuple(variant.settings.idle(on_gpu))
         used, fusion = in_use(variant.settings, on_gpu), variant.settings.fusion
         does = replace(fusion, **{switch: switch in used for switch in fusion.names()})
-        same = known.setdefault(does, name)
         if variant.not_used and name not in (EVERYTHING, ULTRA, GIVEN):
             variant.reason = "; ".join(variant.not_used)
-        elif same != name and name != GIVEN:
+        elif (same := known.setdefault(does, name)) != name and name != GIVEN:
             variant.reason = "; ".join((f"here it is the same as {same}", *variant.not_used))
         variants.append(variant)
     return variants

@@ -75,14 +75,6 @@ def seconds(text):
     raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
 
 
-def compared(arguments):
-    """What --compare-fusion is asked for: names of rows, and (rounds, seconds) after which it ends, each None
-    without limit."""
-    steps = getattr(arguments, "num_steps", None)
-    seconds = arguments.budget or (BUDGET if steps is None else None)
-    return arguments.variants, (steps, seconds)
-
-
 def whole_numbers(text):
     """For argparse: "32 64" or "32,64" -> [32, 64]"""
     try:
@@ -163,12 +155,10 @@ def add_flag(group, f, paired=False, told=str):
 
 MODES = {"--validate-setup": "quick check of the chosen fusions on this machine: numerics, five steps",
          "--verify-accuracy": "fused against baseline against float64: outputs and all gradients",
-         "--compare-fusion": "measure baseline, each fusion alone, all, and a ladder up to everything",
+         "--compare-fusion": "measure the baseline, each fusion alone, all of them, and compiled ones",
          "--retune": "measure tile sizes of this project's Triton kernels, keep the fastest for this GPU"}
 QUESTION = "--check-flags"
 OF_TRAINING = ("enable_pytorch_profiler", "enable_memory_profiling")
-OF_COMPARISON = ("variants", "budget")
-BUDGET = 120.0  # s, of --compare-fusion
 
 
 def make_parser(program, about=None, prog=None):
@@ -215,10 +205,8 @@ def add_modes(parser, program, told):
         "check the other flags, print what they come to as one line of JSON, and end (default: off)"))
     compared = parser.add_argument_group("With --compare-fusion, and after training")
     compared.add_argument("--variants", metavar='"NAME ..."', default=None, help=told(
-        'only these rows of the table, such as "baseline all" (default: all)'))
-    compared.add_argument("--budget", metavar="SECONDS", type=seconds, default=None, help=told(
-        "for the table of baseline and defaults; all rows take up to three times as long (on a GPU 1.5) "
-        f"(default: {BUDGET:g}, none with --num-steps)"))
+        "rows of the table: baseline, fused, compiled, everything, ultra, given, only-X, without-X, X+Y, "
+        "fused+X (default: baseline, fused, only-X of each default fusion, compiled; on a GPU presets)"))
     compared.add_argument("--compare-with-v1", metavar="FILE", default=None, help=told(
         "after training, speed-up and memory against an earlier summary (default: none)"))
 
@@ -265,6 +253,22 @@ def read_settings(program, arguments):
                       for cls in config_classes(program)))
 
 
+def command_line(program, settings):
+    """The reverse: flags that make these settings, but for --num-steps and where results go."""
+    plain, words = program.settings(), []
+    for part in ("model", "training", "fusion"):
+        config, usual = getattr(settings, part), getattr(plain, part)
+        for f in fields(config):
+            value = getattr(config, f.name)
+            if value == getattr(usual, f.name) or f.name == "num_steps":
+                continue
+            if isinstance(value, bool):
+                words.append(flag(f.name if value else f.name.replace("enable", "disable", 1)))
+            else:
+                words.append(f"{flag(f.name)}={value}")
+    return words
+
+
 def needs_training(program, parser, arguments, instead):
     """End the program if a file is named that only training reads or writes."""
     names = [f.name for f in fields(program.training_config) if f.metadata["training_only"]]
@@ -300,9 +304,8 @@ def parse(parser, program, argv):
         refuse_others(parser, arguments, own_mode)
     settings = settings_or_exit(parser, program, arguments)
     mode = next((name for name in MODES if getattr(arguments, name[2:].replace("-", "_"))), None)
-    for name in OF_COMPARISON:
-        if getattr(arguments, name) and mode != "--compare-fusion":
-            parser.error(f"argument {flag(name)}: needs --compare-fusion")
+    if arguments.variants is not None and mode != "--compare-fusion":
+        parser.error("argument --variants: needs --compare-fusion")
     if mode is not None:
         needs_training(program, parser, arguments, mode)
         for name in OF_TRAINING:

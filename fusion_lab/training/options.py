@@ -11,22 +11,20 @@ from fusion_lab.kernels.limits import HAS_TRITON
 
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
-           ultra=False, rung=None, alone=True, title=None, training_only=False, resized=False, metavar=None,
-           mode=(), short=None, several=False):
+           ultra=False, title=None, training_only=False, resized=False, metavar=None, mode=(), short=None,
+           several=False):
     """A dataclass field that is also a command-line flag.
 
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
-    --enable-all-fusion turns it on; ultra, whether only --enable-ultra does; rung, its place on the ladder of
-    --compare-fusion, which adds one switch after the other (None: not on it); alone, whether it has a row of
-    its own there; title, its name in the start-up lines. training_only: what only training has, such as a
-    file. resized: a checkpoint may be continued with another value. metavar: what --help shows in place of
-    its value. mode: if given, the flag is a mode, and these are the fields that it takes. short: such as
-    "-o". several: the value is a list of them.
+    --enable-all-fusion turns it on; ultra, whether only --enable-ultra does; title, its name in the start-up
+    lines. training_only: what only training has, such as a file. resized: a checkpoint may be continued with
+    another value. metavar: what --help shows in place of its value. mode: if given, the flag is a mode, and
+    these are the fields that it takes. short: such as "-o". several: the value is a list of them.
     """
     return field(default=default, metadata=dict(
         help=help, low=low, below=below, at_most=at_most, choices=choices, type=type or default.__class__,
-        preset=preset, ultra=ultra, rung=rung, alone=alone, title=title, training_only=training_only,
-        resized=resized, metavar=metavar, mode=mode, short=short, several=several))
+        preset=preset, ultra=ultra, title=title, training_only=training_only, resized=resized,
+        metavar=metavar, mode=mode, short=short, several=several))
 
 
 @dataclass(frozen=True)
@@ -80,14 +78,14 @@ COMPILE_MODES = ("default", "reduce-overhead")  # in the second torch.compile ma
 class Switches(Checked):
     """Ways to run a step. These any model can have; a model's own switches are fields of a subclass. Every
     bool becomes an --enable-X/--disable-X pair, a variant of --compare-fusion and a setting of the study."""
-    enable_torch_compile: bool = option(False, "torch.compile", preset=True, rung=1, alone=False,
+    enable_torch_compile: bool = option(False, "torch.compile", preset=True,
                                         title="Torch Compile")
-    enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph", preset=True, rung=2)
+    enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph", preset=True)
     enable_master_weights: bool = option(False, "with --use-amp: low-precision weights and activations, "
                                                 "float32 weights cast once a step, instead of autocast",
-                                         preset=True, rung=3)
+                                         preset=True)
     enable_triton_adamw: bool = option(False, "master weights: clipping, AdamW and copy in one kernel",
-                                       ultra=True, rung=13, alone=False)
+                                       ultra=True)
     torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)
 
     def __post_init__(self):
@@ -112,12 +110,6 @@ class Switches(Checked):
         """The preset and what was measured to win beyond it."""
         wins = {f.name: True for f in fields(cls) if f.metadata["ultra"]}
         return replace(cls.preset(True), **wins)
-
-    @classmethod
-    def ladder(cls):
-        """Switches in the order in which --compare-fusion adds them to the defaults."""
-        rungs = [f for f in fields(cls) if f.metadata["rung"] is not None]
-        return [f.name for f in sorted(rungs, key=lambda f: f.metadata["rung"])]
 
     def idle(self, settings, on_gpu):
         """Why switches that are on change nothing in these settings here, a sentence for each."""

@@ -265,11 +265,6 @@ def test_defaults_are_the_documented_ones():
     ultra = tof.FusionConfig.ultra()  # what won on an H200
     assert [name for name in ultra.names() if not getattr(ultra, name)] == checkpointing
     assert tof.FusionConfig().attention_backend == "auto"
-    assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
-        "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",
-        "activation_checkpointing", "triton_attention", "triton_triangle", "triton_outer_layout",
-        "triton_relu", "triton_weight_gradients", "triton_adamw",
-        "selective_checkpointing")]
     names = ("msa_dim", "pair_dim", "num_blocks", "num_seqs", "seq_len", "msa_heads", "pair_heads",
              "outer_product_dim")
     tof.TinyOpenFoldConfig(**dict.fromkeys(names, 1))

@@ -125,7 +125,7 @@ def test_modes_are_given_the_program_and_its_settings(tmp_path, monkeypatch):
     def note(name):
         return lambda program, settings, *given: (name, settings.model.num_blocks, *given)
     for module, name in ((tof.accuracy, "validate_setup"), (tof.accuracy, "verify_accuracy"),
-                         (tof.retune, "retune"), (tof.comparison, "compare_fusion")):
+                         (tof.retune, "retune"), (tof, "compare_fusion")):
         monkeypatch.setattr(module, name, note(name))
     program = dataclasses.replace(tof.PROGRAM, modes={"--contacts": note("contacts")})
     asked = ["--validate-setup", "--verify-accuracy", "--retune"]
@@ -133,9 +133,9 @@ def test_modes_are_given_the_program_and_its_settings(tmp_path, monkeypatch):
         (name, 1) for name in ("validate_setup", "verify_accuracy", "retune")]
     assert tof.run(["--contacts", "x.a3m"], program) == ("contacts", 4)
     compare = [*flags(tmp_path), "--compare-fusion"]
-    for words, limits in (([], (None, 120.0)), (["--num-steps", "50"], (50, None)),
-                          (["--budget", "7", "--num-steps", "9"], (9, 7.0))):
-        assert tof.run([*compare, *words], program) == ("compare_fusion", 1, None, limits)
+    for words, given in (([], (None, None)), (["--num-steps", "50"], (None, 50)),
+                         (["--variants", "fused", "--num-steps", "9"], ("fused", 9))):
+        assert tof.run([*compare, *words], program) == ("compare_fusion", 1, *given)
     for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "0202", strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "a")

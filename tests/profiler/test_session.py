@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring.comparison.variants import with_fusion
 from fusion_lab.measuring.probe import probe
 from fusion_lab.measuring.ranges import RECOMPUTE
 from fusion_lab.measuring.trace import read_trace
+from fusion_lab.measuring.variants import fusion_named, with_fusion
 from fusion_lab.profiler import report, several
 from fusion_lab.profiler.session import run_session
 from fusion_lab.training.files import UserError, exit_code
@@ -127,7 +127,7 @@ def test_v1_and_ablation_in_folders_of_their_own(tmp_path, capsys):
     assert set(result) >= {"before", "differences", "time_kind", "step_ms", "sublayers", "kernels",
                            "interleaved", "mode", "session_step_ms", "speedup"}
     assert result["step_ms"] == [1e3 * row["median_batch_time"] for row in result["interleaved"]]
-    assert [row["name"] for row in result["interleaved"]] == ["baseline", "as given"]
+    assert [row["name"] for row in result["interleaved"]] == ["baseline", "given"]
     for name in ("v1_baseline/fusion_analysis.json", "v2/fusion_analysis.json", "v1_comparison.md"):
         assert (tmp_path / name).exists()
     assert "enable_flash_attention False -> True" in result["differences"]
@@ -135,13 +135,13 @@ def test_v1_and_ablation_in_folders_of_their_own(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_ablation_has_every_fusion_alone_and_left_out(tmp_path, monkeypatch, capsys):
-    variants = several.ablation_variants(PROGRAM, given())
+    names = several.ablation_names(PROGRAM)
     usual = [name for name in PROGRAM.fusion_config().names() if getattr(PROGRAM.fusion_config(), name)]
-    assert len(variants) == len({v.settings for v in variants}) == 3 + 2 * len(usual)
-    monkeypatch.setattr(several, "ablation_variants", lambda *_: variants[:2])
+    assert len({fusion_named(name, PROGRAM.fusion_config()) for name in names}) == 3 + 2 * len(usual)
+    monkeypatch.setattr(several, "ablation_names", lambda *_: names[:2])
     result = several.ablation(PROGRAM, given(num_steps=2), str(tmp_path), train=tof.train)
     assert result == json.loads((tmp_path / "ablation_summary.json").read_text())
-    assert result["mode"] == "ablation" and list(result["folders"]) == [v.name for v in variants[:2]]
+    assert result["mode"] == "ablation" and list(result["folders"]) == names[:2]
     for folder in result["folders"].values():
         assert (tmp_path / folder / "fusion_analysis.json").exists() and (tmp_path / f"{folder}.log").exists()
     assert (tmp_path / "ablation_summary.md").exists() and (tmp_path / "ablation_summary.png").exists()
@@ -199,8 +199,7 @@ def test_a_new_sublayer_and_a_new_switch_walk_through_a_session(tmp_path, capsys
     text = (tmp_path / report.REPORT).read_text()
     assert "| pair_scale | " in text and "scaling" in text.split("; on: ")[1].splitlines()[0]
     assert report.read_analysis(str(tmp_path)) == found
-    assert {"scaling alone", "all but scaling"} <= {
-        v.name for v in several.ablation_variants(NEW_PROGRAM, settings)}
+    assert {"only-scaling", "without-scaling"} <= {*several.ablation_names(NEW_PROGRAM)}
 
 
 # Command line

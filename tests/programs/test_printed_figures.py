@@ -143,19 +143,23 @@ def differing(rows):
     return [(figure, printed, expected) for figure, printed, expected in rows if printed != expected]
 
 
-def cells(lines, first, *, empty=False):
+def cells(lines, first):
     """{row's name: {title: cell}} of the printed table whose header begins with this word, up to the first
-    line that is no row of it; empty: cells may be empty, then columns begin where their titles do."""
+    line that is no row of it."""
     start = next(i for i, line in enumerate(lines) if line.startswith(first) and "  " in line)
     titles, found = re.split(r"\s{2,}", lines[start]), {}
-    places = [match.start() for match in re.finditer(r"(?:^|(?<=\s\s))\S", lines[start])]
     for line in lines[start + 1:]:
         if not re.search(r"\S\s{2,}\S", line):
             return found
-        parts = [line[a:b].strip() for a, b in zip(places, [*places[1:], None], strict=True)] if empty \
-            else re.split(r"\s{2,}", line)
+        parts = re.split(r"\s{2,}", line)
         found[parts[0]] = dict(zip(titles, parts, strict=True))
     return found
+
+
+def markdown_cells(lines):
+    """The same of the first Markdown table."""
+    titles, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:1] == "|")
+    return {row[0]: dict(zip(titles, row, strict=True)) for row in rows}
 
 
 def of_a_run(figures, lines, own, settings, seconds):
@@ -210,14 +214,15 @@ def saved_against(before, after):
     return pytest.approx(100 * (1 - after / before))
 
 
-def of_a_variant(row, baseline, own, first, ceiling):
+def of_a_variant(row, baseline, own, first):
     """(figure, in the file, expected) of one row of the comparison."""
-    median, before = row["median_batch_time"], row["baseline_batch_time"]
-    speedup, share, most = before / median, row["touched_share"], row["amdahl_ceiling"]
+    steps, before = np.array(row["step_times"]), np.array(row["baseline_step_times"])
+    ratios, median = sorted(before / steps), float(np.median(steps))
     for key, there, here in (("peak_memory", own.peak_mb, first.peak_mb), ("flop", own.flops, first.flops),
                              ("launch", own.launches, first.launches),
                              ("saved_activation", own.saved_mb, first.saved_mb)):
         yield f"{key} saved", row[f"{key}_reduction_percent"], saved_against(here, there)
+    yield "rounds", (row["rounds"], len(steps), len(before)), (7, 7, 7)
     yield "peak", row["peak_memory_mb"], own.peak_mb
     yield "saved", row["saved_activation_mb"], own.saved_mb
     yield "saved by sub-layer", row["saved_activation_mb_by_sublayer"], {
@@ -225,85 +230,54 @@ def of_a_variant(row, baseline, own, first, ceiling):
     yield "launches", row["launches_per_step"], own.launches
     yield "FLOPs", row["flops_per_step"], own.flops
     yield "TFLOP/s", row["achieved_tflops"], pytest.approx(own.flops / median / 1e12)
-    yield "MFU", row["mfu"], pytest.approx(own.flops / median / ceiling)
     yield "first loss", row["first_loss"], pytest.approx(baseline["first_loss"], rel=1e-2)
-    yield "speed-up", row["speedup"], pytest.approx(speedup)
-    yield "interval", row["speedup_low"] <= row["speedup"] <= row["speedup_high"], True
-    yield "time saved", row["batch_time_reduction_percent"], saved_against(before, median)
+    yield "median", row["median_batch_time"], pytest.approx(median)
+    yield "speed-up", row["speedup"], pytest.approx(ratios[3])
+    yield "interval", (row["speedup_low"], row["speedup_high"]), (None, None) if row is baseline else (
+        pytest.approx(ratios[0]), pytest.approx(ratios[6]))  # of seven, all: 98%
+    yield "time saved", row["batch_time_reduction_percent"], pytest.approx(100 - 100 / ratios[3])
     yield "phases", sum(row[f"median_{p}_time"] for p in PHASES), pytest.approx(median, rel=0.5)
-    if row is baseline:
-        yield "worth", (share, most, row["amdahl_reached"]), (None, None, None)
-    else:
-        yield "share", 0 < share <= 1, True
-        yield "at most", most, None if share == 1 else pytest.approx(1 / (1 - share))
-        yield "reached", row["amdahl_reached"], pytest.approx((1 - 1 / speedup) / share)
 
 
-def rows_on_paper(row, baseline, own, batch_size):
-    """The two tables' cells of one row, as they must be printed."""
+def on_paper(row, baseline, own, first, batch_size):
+    """The table's cells of one row, as they must be printed."""
     median, p20, p80 = (1e3 * row[f"{q}_batch_time"] for q in ("median", "p20", "p80"))
-    speed, most, is_first = f"{row['speedup']:.2f}x", row["amdahl_ceiling"], row is baseline
-    speed += "" if is_first else f" ({row['speedup_low']:.2f}, {row['speedup_high']:.2f})"
-    if row["baseline_batch_time"] != baseline["median_batch_time"]:
-        speed += f" of {1e3 * row['baseline_batch_time']:.2f} ms"
-    saved = {key: f"({row[f'{key}_reduction_percent']:+.1f}%)" for key in (
-        "peak_memory", "saved_activation", "launch", "flop")}
-    first = {"variant": row["name"], "step ms (p20, p80)": f"{median:.2f} ({p20:.2f}, {p80:.2f})",
-             "samples/s": f"{1e3 * batch_size / median:.1f}", "speed-up (95%)": speed,
-             "peak MB (saved)": f"{own.peak_mb:.1f} {saved['peak_memory']}",
-             "saved act. MB (saved)": f"{own.saved_mb:.1f} {saved['saved_activation']}",
-             "launches (fewer)": f"{own.launches} {saved['launch']}"}
-    second = {"variant": row["name"], "first step s": "not compiled",
-              **{f"{p} ms": f"{1e3 * row[f'median_{p}_time']:.2f}" for p in PHASES},
-              "TFLOP/s": f"{row['achieved_tflops']:.3f}", "MFU": f"{100 * row['mfu']:.1f}%",
-              "touches": "" if is_first else f"{100 * row['touched_share']:.0f}%",
-              "at most": "" if most is None else f"{most:.2f}x",
-              "reached": "" if is_first else f"{100 * row['amdahl_reached']:.0f}%"}
-    return first, second, f"{own.flops / 1e9:.3f} {saved['flop']}"
 
-
-def headlines(before, after, own, first, batch_size):
-    """The four lines, of the row "all"."""
-    times = [1e3 * row for row in (after["baseline_batch_time"], after["median_batch_time"])]
-    slow = ["a slowdown"] * (after["speedup"] < 1)
-    slow += ["within noise"] * (after["speedup_low"] <= 1 <= after["speedup_high"])
-    slow, saved = f" ({', '.join(slow)})" if slow else "", 100 * (1 - own.peak_mb / first.peak_mb)
-    speeds = [1e3 * batch_size / ms for ms in times]
-    return [f"Training speed: {times[0] / times[1]:.2f}x speed-up{slow} ({speeds[0]:.1f} -> {speeds[1]:.1f} "
-            "samples/sec)",
-            f"Memory reduction: {saved:.1f}% (peak {first.peak_mb:.1f} -> {own.peak_mb:.1f} MB)",
-            f"Batch time improvement: {100 * (1 - times[1] / times[0]):.1f}%{slow} "
-            f"({times[0]:.2f} -> {times[1]:.2f} ms)",
-            f"Kernel reduction: {100 * (1 - own.launches / first.launches):.1f}% measured "
-            f"({first.launches} -> {own.launches} cpu_ops per step)"]
+    def against(here, there):
+        change = 100 * (here / there - 1)
+        return f" ({change:+.0f}%)" if abs(change) >= 0.5 else ""
+    return {"variant": row["name"], "step ms (p20, p80)": f"{median:.2f} ({p20:.2f}, {p80:.2f})",
+            "samples/s": f"{1e3 * batch_size / median:.1f}", "speed-up (95%)": "1" if row is baseline else
+            f"{row['speedup']:.2f}x ({row['speedup_low']:.2f}, {row['speedup_high']:.2f})",
+            "peak MB": f"{own.peak_mb:.1f}{against(own.peak_mb, first.peak_mb)}",
+            "saved act. MB": f"{own.saved_mb:.1f}{against(own.saved_mb, first.saved_mb)}",
+            "launches": f"{own.launches}{against(own.launches, first.launches)}"}
 
 
 @pytest.mark.slow
 @EACH
 def test_a_comparison_prints_what_was_counted(flags, tmp_path, capsys):
-    given = " as-given" * ("--enable-selective-checkpointing" in flags)  # which is none of the other rows
-    run([*flags, "--compare-fusion", "--num-steps", "7", "--variants", "all selective_checkpointing" + given],
-        tmp_path)
+    run([*flags, "--compare-fusion", "--num-steps", "7", "--variants",
+         "fused only-selective-checkpointing given+transition-fusion"], tmp_path)
     out = capsys.readouterr().out
     result, lines = last_json(out), out.splitlines()
     rows, settings = result["variants"], settings_of(result)
     owns = [count(replace(settings, fusion=tof.FusionConfig(**row["fusion_config"]))) for row in rows]
-    ceiling = result["matmul_ceiling_tflops"] * 1e12
-    first_table, details = cells(lines, "variant"), cells(
-        lines[lines.index("") + 1:], "variant", empty=True)
-    b, found = settings.training.batch_size, []
+    printed, found = markdown_cells(lines), []
     for row, own in zip(rows, owns, strict=True):
-        found += [(row["name"], *more) for more in of_a_variant(row, rows[0], own, owns[0], ceiling)]
-        first, second, flops = rows_on_paper(row, rows[0], own, b)
-        printed = details[row["name"]]
-        counted = printed.pop("GFLOP (saved)", None)
-        found += [(row["name"], "on paper", first_table[row["name"]], first),
-                  (row["name"], "details on paper", printed, second),
-                  (row["name"], "FLOPs on paper", counted, flops if owns[0].flops != owns[2].flops else None)]
-    place = next(i for i, row in enumerate(rows) if row["name"] == "all")
-    found += [("all", "headline", line.partition("; nominal")[0], expected) for line, expected in zip(
-        lines[-5:-1], headlines(rows[0], rows[place], owns[place], owns[0], b), strict=True)]
-    assert len(rows) >= 3 and [line for line in found if line[2] != line[3]] == []
+        found += [(row["name"], *more) for more in of_a_variant(row, rows[0], own, owns[0])]
+        found.append((row["name"], "on paper", printed[row["name"]],
+                      on_paper(row, rows[0], own, owns[0], settings.training.batch_size)))
+    after, first, own, b = rows[1], owns[0], owns[1], settings.training.batch_size
+    times = [1e3 * np.median(after[key]) for key in ("baseline_step_times", "step_times")]
+    numbers = [[after["speedup"], b / times[0] * 1e3, b / times[1] * 1e3],
+               [100 * (1 - own.peak_mb / first.peak_mb), first.peak_mb, own.peak_mb],
+               [100 - 100 / after["speedup"], *times],
+               [100 * (1 - own.launches / first.launches), first.launches, own.launches]]
+    for line, expected in zip(lines[-5:-1], numbers, strict=True):
+        figures = [float(text) for text in re.findall(r"-?\d+\.?\d*", line)][:3]
+        found.append(("fused", line, figures, pytest.approx(expected, abs=0.051)))
+    assert len(rows) == 4 and [line for line in found if line[2] != line[3]] == []
 
 
 def of_a_session(analysis, own, settings):

@@ -14,7 +14,6 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import summary
-from fusion_lab.measuring.guardian import Guardian
 from fusion_lab.training import files
 from fusion_lab.training.checkpoints import read_checkpoint
 from fusion_lab.training.evaluations import Evaluation
@@ -285,14 +284,6 @@ def test_ctrl_c_while_modules_are_imported(program, tmp_path):
     command = [str(ROOT / program)] if program.endswith(".sh") else [sys.executable, str(ROOT / program)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 130 and done.stderr == "interrupted\n"
-
-
-def test_a_guardian_kills_what_a_killed_parent_leaves():
-    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
-    guardian = Guardian()
-    guardian.tell("+", child.pid)
-    guardian.close()  # as when its parent ends
-    assert child.wait(PATIENCE) == -signal.SIGKILL
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_lab.measuring.comparison import variants
+from fusion_lab.measuring.variants import make_variants
 from fusion_lab.training.flags import make_parser, parse
 from fusion_lab.training.program import load_program
 from tests.programs.verbs import Run, Verb, judge, perform, read, the_file
@@ -53,46 +53,35 @@ CPU_ALONE = ("CUDA graphs need a GPU", "this device has no TF32", "needs a GPU",
 OF_A_CPU = ("first_step_time", "gpu_busy_ms", "busy_ms")  # null there
 
 
-def rows(text, kind="{} alone"):
-    return tuple(kind.format(name) for name in text.split())
+def only(text):
+    return tuple(f"only-{name}" for name in text.split())
 
 
-USUAL = ("baseline", *rows("qkv_msa qkv_triangle flash_attention triangle opm"), "all")
-HEADLINE = "qkv_msa qkv_triangle flash_attention triangle"
+USUAL = ("baseline", "fused", *only("qkv-fusion-msa qkv-fusion-triangle flash-attention triangle-fusion "
+                                    "opm-fusion"), "compiled")
 
 
 def comparisons():
-    """Of the Evoformer: the table at default sizes with the settings that compile most, and small ones in all
-    precisions."""
+    """Of the Evoformer: the default table at default sizes, and small ones in all precisions."""
     compare = "tiny_openfold_v2.py --compare-fusion"
-    small = f"{compare} {SMALL} --num-steps 4 --warmup-steps 2"
-    idle = rows("triton_attention")
+    small = f"{compare} {SMALL} --num-steps 4"
+
+    def verb(name, flags, measured, named=(), expected=()):
+        words = " ".join((*measured, *named))
+        return Verb(f"compare {name}", (f'{small} {flags} --variants "{words}"',), measured=measured,
+                    named=named, expected=expected)
+    few = ("baseline", "fused", "only-flash-attention")
     if ON_CPU:
-        word = '--variants "baseline flash_attention all cuda_graphs +cuda_graphs"'
-        return [Verb(f"compare {name}", (f"{small} {flags} {word}",), measured=(
-            "baseline", "flash_attention alone", "all"), named=("cuda_graphs alone", "+ cuda_graphs"))
-            for name, flags in PRECISIONS.items() if name != "fp16"]
-
-    some = f"{HEADLINE} opm all cuda_graphs *triton_attention torch.compile everything ultra"
-
-    def picked(words):
-        """*X is the row of X alone and that which adds it to the others."""
-        return '--variants "baseline {}"'.format(re.sub(r"\*(\w+)", r"\1 +\1", words))
+        return [verb(name, flags, few, ("only-cuda-graphs", "fused+cuda-graphs"))
+                for name, flags in PRECISIONS.items() if name != "fp16"]
     return [
-        Verb("compare default bf16", (f"{compare} {BF16} --num-steps 10 {picked(some)}",),
-             seconds=330, named=idle, expected=GIVES_WAY,
-             measured=(*USUAL, "cuda_graphs alone", "+ triton_attention", "all + torch.compile", "everything",
-                       "ultra")),
-        Verb("compare fp32", (f"{small} {picked(f'{HEADLINE} opm all *master_weights torch.compile')}",),
-             measured=(*USUAL, "all + torch.compile"),
-             named=("master_weights alone", "+ master_weights"), expected=FLOAT32),
-        Verb("compare tf32", (f"{small} {TF32} {picked('flash_attention all *cuda_graphs')}",),
-             measured=("baseline", *rows("flash_attention cuda_graphs"), "all", "+ cuda_graphs")),
-        Verb("compare bf16", (f"{small} {BF16} {picked('flash_attention all *triton_attention')}",),
-             measured=("baseline", "flash_attention alone", "all", "+ triton_attention"), named=idle,
-             expected=GIVES_WAY),
-        Verb("compare fp16", (f"{small} {FP16} {picked('flash_attention all triton_adamw')}",),
-             measured=("baseline", "flash_attention alone", "all", "+ triton_adamw"))]
+        Verb("compare default bf16", (f"{compare} {BF16}",), seconds=330,
+             measured=(*USUAL, "everything", "ultra")),
+        verb("fp32", "", (*USUAL, "everything"), ("only-master-weights", "fused+master-weights"), FLOAT32),
+        verb("tf32", TF32, (*few, "only-cuda-graphs", "fused+cuda-graphs")),
+        verb("bf16", BF16, (*few, "compiled+cuda-graphs", "everything+triton-attention"),
+             ("only-triton-attention",), GIVES_WAY),
+        verb("fp16", FP16, (*few, "everything+triton-adamw", "without-opm-fusion"))]
 
 
 def trainings():
@@ -236,23 +225,23 @@ def companions():
     if ON_CPU:
         sizes = {"protein_mpnn": "--batch-size 2 --num-layers 1 --seq-len 32 --neighbors 16",
                  "tiny_llama": "--hidden-size 64 --num-layers 2 --seq-len 32"}
-    alone = {"protein_mpnn": "split aggregate edge", "tiny_llama": "qkv flash_attention swiglu norm"}
-    kernel = {"protein_mpnn": "message_kernel", "tiny_llama": "pointwise_kernel"}
+    alone = {"protein_mpnn": "split-fusion aggregate-fusion edge-fusion",
+             "tiny_llama": "qkv-fusion flash-attention swiglu-fusion norm-fusion"}
+    kernel = {"protein_mpnn": "message-kernel", "tiny_llama": "pointwise-kernel"}
     found = []
     for name, flags in sizes.items():
         program, words, precision = f"companions/{name}.py {flags}", alone[name], "" if ON_CPU else BF16
         found.append(Verb(f"train {name}", (f"{program} {precision} {FEW}",),
                           ("pytorch_profiles_v2/performance_summary_*.json",
                            "pytorch_profiles_v2/metrics.jsonl")))
-        measured, named = ("baseline", *rows(words), "all"), ()
+        measured, named = ("baseline", "fused", *only(words)), ()
         if not ON_CPU:
-            words += f" {kernel[name]} +{kernel[name]} torch.compile"
-            measured += ("all + torch.compile", f"+ {kernel[name]}")
-            own = rows(kernel[name])
+            own = only(kernel[name])
             measured, named = (measured, own) if name == "tiny_llama" else (measured + own, ())
-        words = f'--variants "baseline {words} all"'
-        found.append(Verb(f"compare {name}", (f"{program} {precision} --compare-fusion --num-steps 3 "
-                                               f"--warmup-steps 1 {words}",), measured=measured, named=named,
+            measured += (f"fused+{kernel[name]}", "compiled")
+        words = " ".join((*measured, *named))
+        found.append(Verb(f"compare {name}", (f'{program} {precision} --compare-fusion --num-steps 3 '
+                                              f'--variants "{words}"',), measured=measured, named=named,
                           expected=UNPACKED if named else ()))
     patterns = " --patterns add_norm --no-compile" if ON_CPU else " --ladder here"
     flags = "--quick --sizes 5 --steps 1" if ON_CPU else "--sizes 64 --steps 3"
@@ -379,20 +368,19 @@ def test_programs_accept_the_flags_and_have_these_rows():
             program = load_program(ROOT / file)
             arguments, settings, mode = parse(make_parser(program), program, words)
             if mode == "--compare-fusion":
-                found = variants.comparison_variants(program, settings, not ON_CPU)
-                found = variants.pick(found, arguments.variants) if arguments.variants else found
-                idle = {variant.name: variant.settings.idle(not ON_CPU) for variant in found}
-                assert {name for name in idle if not idle[name]} == {*verb.measured}, verb.name
-                assert {name for name in idle if idle[name]} == {*verb.named}, verb.name
-                for reason in sum(idle.values(), []):
-                    assert any(re.fullmatch(known, reason) for known in verb.expected), (verb.name, reason)
+                found = make_variants(settings, arguments.variants, not ON_CPU)
+                assert {v.name for v in found if not v.reason} == {*verb.measured}, verb.name
+                assert {v.name for v in found if v.reason} == {*verb.named}, verb.name
+                for reason in "; ".join(v.reason for v in found if v.reason).split("; "):
+                    assert not reason or any(re.fullmatch(known, reason) for known in verb.expected), (
+                        verb.name, reason)
 
 
 FIGURES = dict(median_batch_time=.1, p20_batch_time=.1, p80_batch_time=.1, samples_per_second=2.0,
                speedup=1.0, peak_memory_mb=3.0, launches_per_step=4, saved_activation_mb=5.0,
                flops_per_step=6, final_loss=7.0)
 COMPARED = Verb("compare", ("tiny_openfold_v2.py --compare-fusion",), ("table.json",),
-                measured=("baseline", "all"), named=("idle alone",), expected=("it is idle",))
+                measured=("baseline", "all"), named=("only-idle",), expected=("it is idle",))
 
 
 def a_row(name, **values):
@@ -403,8 +391,8 @@ def a_row(name, **values):
 def a_run(tmp_path, **values):
     """A comparison in which nothing is wrong, but for values."""
     (tmp_path / "table.json").write_text("{}")
-    idle = dict(name="idle alone", measured=False, reason="it is idle", fusion_config={})
-    good = dict(codes=[0], stdout="idle alone  not measured: it is idle\nWritten: table.json\n", stderr="",
+    idle = dict(name="only-idle", measured=False, reason="it is idle", fusion_config={})
+    good = dict(codes=[0], stdout="only-idle  not measured: it is idle\nWritten: table.json\n", stderr="",
                 seconds=1.0, results=[dict(variants=[a_row("baseline"), a_row("all"), idle])])
     return Run(**{**good, **values})
 
@@ -412,7 +400,7 @@ def a_run(tmp_path, **values):
 def changed(number, **values):
     """Replacement of the result: one row of it has other values."""
     found = [a_row("baseline"), a_row("all"),
-             dict(name="idle alone", measured=False, reason="it is idle", fusion_config={})]
+             dict(name="only-idle", measured=False, reason="it is idle", fusion_config={})]
     found[number].update(values)
     return dict(results=[dict(variants=found)])
 
@@ -425,8 +413,8 @@ def test_the_judge_finds_nothing_in_a_good_run(tmp_path):
 
 @pytest.mark.parametrize("values, words", [
     (changed(1, measured=False, reason="Unsupported: skipped function"), "all was not measured: Unsupported"),
-    (changed(2, reason="NotImplementedError: no rule; it is idle"), "idle alone: not measured: NotImpl"),
-    (changed(2, measured=True, reason=None, **FIGURES), "idle alone was measured"),
+    (changed(2, reason="NotImplementedError: no rule; it is idle"), "only-idle: not measured: NotImpl"),
+    (changed(2, measured=True, reason=None, **FIGURES), "only-idle was measured"),
     (changed(1, name="other"), "rows ["), (dict(results=[dict(variants=[])]), "rows []"),
     (changed(1, speedup=math.nan), "variants/1/speedup is nan"),
     (changed(1, final_loss=math.inf), "variants/1/final_loss is inf"),
@@ -451,14 +439,16 @@ def test_the_judge_complains(values, words, tmp_path):
 
 def test_the_judge_counts_again(tmp_path):
     run = a_run(tmp_path)
-    result = dict(run.results[0], training_params=dict(batch_size=2), matmul_ceiling_tflops=1e-9)
+    result = dict(run.results[0], training_params=dict(batch_size=2))
     for row in result["variants"][:2]:
-        row.update(samples_per_second=20.0, achieved_tflops=6e-11, mfu=0.06,
-                   peak_memory_reduction_percent=0.0, saved_activation_reduction_percent=0.0)
+        row.update(samples_per_second=20.0, achieved_tflops=6e-11, step_times=[1, 2],
+                   baseline_step_times=[1, 2], peak_memory_reduction_percent=0.0,
+                   saved_activation_reduction_percent=0.0)
     run.results[0] = result
     assert judge(COMPARED, run, tmp_path) == []
-    result["variants"][1].update(samples_per_second=21.0, peak_memory_mb=6.0)
+    result["variants"][1].update(samples_per_second=21.0, peak_memory_mb=6.0, step_times=[0.5, 1])
     assert judge(COMPARED, run, tmp_path) == ["all: samples_per_second is 21.0, not 20.0",
+                                              "all: speedup is 1.0, not 2.0",
                                               "all: peak_memory_reduction_percent is 0.0, not -100.0"]
 
 

@@ -8,6 +8,7 @@ import pathlib
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -28,14 +29,12 @@ NULL = {  # figures that may be null, and why
     "nominal": "of programs without a count that users know", "fusion_statistics": "the same",
     "mfu": "of a device whose peak is unknown", "p_l2_long": "of proteins with no such pair",
     "speedup_low": "of the baseline, and of fewer than six rounds", "speedup_high": "the same",
-    "touched_sublayers": "of compiled rows, CUDA graphs and the baseline", "touched_share": "the same",
-    "amdahl_ceiling": "the same", "amdahl_reached": "the same",
     "graph_kernels": "of a step without a CUDA graph"}
 PHASES = {f"{kind}_{phase}_time" for kind in ("avg", "median")  # null where a step is one CUDA graph
           for phase in ("forward", "backward", "optimizer")}
 POSITIVE = {"median_batch_time", "p20_batch_time", "p80_batch_time", "avg_batch_time", "avg_training_speed",
             "samples_per_second", "peak_memory_mb", "launches_per_step", "flops_per_step", "achieved_tflops",
-            "speedup", "speedup_p20", "speedup_p80", "baseline_batch_time", "warmup_time",
+            "speedup", "baseline_batch_time", "first_step_time", "warmup_time",
             "saved_activation_mb", "median_ms", "p20_ms", "p80_ms", "time_ratio", "step_s", "measured_s",
             "untraced_ms"}
 SUMMARY = ("median_batch_time", "peak_memory_mb", "launches_per_step", "saved_activation_mb",
@@ -228,12 +227,13 @@ def in_rows(verb, result):
 
 def contradictions(row, result, baseline):
     """Complaints about printed figures of a row that do not follow from the measured ones."""
-    ceiling, training = (result.get(key) for key in ("matmul_ceiling_tflops", "training_params"))
-    if not training:
+    if not (training := result.get("training_params")):
         return
     step, tflop = row["median_batch_time"], (row["flops_per_step"] or math.nan) / 1e12
-    expected = dict(samples_per_second=training["batch_size"] / step, achieved_tflops=tflop / step,
-                    mfu=tflop / step / (ceiling or math.nan))
+    expected = dict(samples_per_second=training["batch_size"] / step, achieved_tflops=tflop / step)
+    if steps := row.get("step_times"):
+        pairs = zip(row["baseline_step_times"], steps, strict=True)
+        expected["speedup"] = statistics.median(before / after for before, after in pairs)
     for key in ("peak_memory", "saved_activation"):
         part, whole = (each.get(f"{key}_mb") or math.nan for each in (row, baseline))
         expected[f"{key}_reduction_percent"] = 100 * (1 - part / whole)

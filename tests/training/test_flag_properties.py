@@ -3,12 +3,13 @@ import contextlib
 import functools
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_lab.training.flags import config_classes, make_parser, parse
+from fusion_lab.training.flags import command_line, config_classes, make_parser, parse
 from fusion_lab.training.options import flag
 from fusion_lab.training.program import Settings, load_program
 from tests.properties import cases
@@ -108,6 +109,9 @@ def test_properties_of_command_lines(line):
     if expected is not None:
         arguments, settings, mode = parse(parser, program, words)
         assert settings == expected and mode is None
+        steps = ["--num-steps", str(settings.training.num_steps)]
+        again = parse(parser, program, [*command_line(program, settings), *steps])[1]
+        assert replace(again, profiler=settings.profiler) == settings
         return
     with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ended:
         parse(parser, program, words)

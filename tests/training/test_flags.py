@@ -40,7 +40,6 @@ def refusal(words, capsys, program=tof.PROGRAM, parser=PARSER):
     ("--xyzzy", "unrecognized arguments: --xyzzy"), ("stray", "unrecognized arguments: stray"),
     ("--msa-heads 5", "argument --msa-heads: 5: must divide msa_dim = 64"),
     ("--validate-setup --retune", "argument --retune: not allowed with argument --validate-setup"),
-    ("--budget 9", "argument --budget: needs --compare-fusion"),
     ("--validate-setup --variants all", "argument --variants: needs --compare-fusion"),
     ("--retune --save-checkpoint x", "argument --save-checkpoint: belongs to training, not to --retune"),
     ("--compare-fusion --compare-with-v1 x",
@@ -95,7 +94,7 @@ def test_a_tool_with_other_modes_hides_the_programs(capsys):
     assert "\n    tool.py x\n" in tool.format_help()
     assert (own.prog, own.description) == (SECOND.name, SECOND.about.splitlines()[0])
     assert tool.parse_args(["--validate-setup"]).validate_setup
-    assert [text.count(name) for name in ("--retune", "--budget", "--check-flags")
+    assert [text.count(name) for name in ("--retune", "--variants", "--check-flags")
             for text in (tool.format_help(), own.format_help())] == [0, 1] * 3
     with pytest.raises(SystemExit) as ended:
         tool.parse_args(["--version"])

@@ -39,7 +39,7 @@ def test_what_it_takes(kind, values):
     assert {name: getattr(kind(**values), name) for name in values} == values
 
 
-def test_presets_ladder_and_what_is_beside_them():
+def test_presets_and_what_is_beside_them():
     kind = second.MlpSwitches
     assert kind.names() == ["enable_torch_compile", "enable_cuda_graphs", "enable_master_weights",
                             "enable_triton_adamw", "enable_fused_relu", "enable_fused_residual"]
@@ -47,8 +47,6 @@ def test_presets_ladder_and_what_is_beside_them():
     assert [name for name in kind.names() if not getattr(on, name)] == ["enable_triton_adamw"]
     assert all(getattr(kind.ultra(), name) for name in kind.names())
     assert not any(getattr(kind.preset(False), name) for name in kind.names())
-    assert kind.ladder() == ["enable_torch_compile", "enable_cuda_graphs", "enable_master_weights",
-                             "enable_fused_residual", "enable_triton_adamw"]
     given = kind(enable_fused_relu=False, enable_torch_compile=True, enable_master_weights=True)
     assert given.beside() == ["--enable-master-weights"]  # the others have titles
 

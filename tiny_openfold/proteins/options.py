@@ -74,14 +74,14 @@ class TrainingConfig(options.TrainingConfig):
 class TritonSwitches(options.Switches):
     """Triton kernels of this project, for a GPU (docs/kernels.md)."""
     enable_triton_attention: bool = option(False, "attention, its gate and, where widths fit, the whole "
-                                           "sub-layer round it", ultra=True, rung=8)
+                                           "sub-layer round it", ultra=True)
     enable_triton_triangle: bool = option(False, "triangle multiplication but for its large GEMM",
-                                          ultra=True, rung=9)
+                                          ultra=True)
     enable_triton_outer_layout: bool = option(False, "outer product mean in its plain order, without "
-                                              "copies of (S, S, h*h) tensors", ultra=True, rung=10)
-    enable_triton_relu: bool = option(False, "transitions, from LayerNorm to residual", ultra=True, rung=11)
+                                              "copies of (S, S, h*h) tensors", ultra=True)
+    enable_triton_relu: bool = option(False, "transitions, from LayerNorm to residual", ultra=True)
     enable_triton_weight_gradients: bool = option(False, "adds a block's small gradients and partial sums in "
-                                                  "one launch each", ultra=True, rung=12, alone=False)
+                                                  "one launch each", ultra=True)
 
     def idle(self, settings, on_gpu):
         c, training, found = settings.model, settings.training, super().idle(settings, on_gpu)

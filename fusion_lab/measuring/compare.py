@@ -1,0 +1,305 @@
+"""compare(): the only measurement of variants. --compare-fusion and the session's --ablation call it, and a
+study starts --compare-fusion once for each of its shapes and runs.
+
+Eager variants share this process: each is counted by itself, then all take their steps in turn, so that a
+machine that drifts hits all alike. A variant that compiles is the same command line in a process of its own,
+beside a baseline; these processes run one after the other.
+"""
+import contextlib
+import gc
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from fusion_lab.kernels.precision import amp_dtype
+from fusion_lab.measuring.clocks import PhaseTimer, median_interval, quantiles
+from fusion_lab.measuring.probe import peak_of_two_steps, probe
+from fusion_lab.measuring.roctx import child_environment
+from fusion_lab.measuring.summary import dtype_name, launch_kind
+from fusion_lab.measuring.variants import BASELINE, make_variants
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.files import UserError, counted, finite, read_json
+from fusion_lab.training.flags import command_line
+from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
+
+ROUNDS, SECONDS = 20, 60.0  # whichever ends first, where nobody says how many rounds
+FEWEST = 6  # rounds, from which on there is an interval of 95%
+MOST_BATCHES = 16  # alive on the device at once; more rounds repeat them
+INTERRUPTED = "interrupted before it was measured"
+NEVER = contextlib.nullcontext(SimpleNamespace(signal=None))  # a StopRequest that nobody makes
+
+
+@dataclass
+class Row:
+    """What is known of one variant: seconds, MB (2**20 bytes), percent; None where it was not measured. A
+    reduction is what it saves of the baseline's. Its speed-up is the median over all rounds of the baseline's
+    step divided by its own; its 95% interval is from speedup_low to speedup_high."""
+    name: str
+    fusion_config: dict
+    measured: bool = False
+    reason: str | None = None  # why it was not measured
+    not_used: list = field(default_factory=list)  # why switches that are on change nothing here
+    rounds: int = 0
+    step_times: list = field(default_factory=list)  # one a round
+    baseline_step_times: list = field(default_factory=list)  # of the baseline that took turns with it
+    median_batch_time: float | None = None
+    p20_batch_time: float | None = None
+    p80_batch_time: float | None = None
+    baseline_batch_time: float | None = None
+    median_forward_time: float | None = None  # these three are None where a step is one CUDA graph
+    median_backward_time: float | None = None
+    median_optimizer_time: float | None = None
+    first_step_time: float | None = None  # compilation included
+    samples_per_second: float | None = None
+    speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    batch_time_reduction_percent: float | None = None
+    peak_memory_mb: float | None = None
+    peak_memory_reduction_percent: float | None = None
+    saved_activation_mb: float | None = None
+    saved_activation_reduction_percent: float | None = None
+    saved_activation_mb_by_sublayer: dict | None = None
+    launches_per_step: int | None = None
+    launch_reduction_percent: float | None = None
+    flops_per_step: int | None = None
+    flop_reduction_percent: float | None = None
+    achieved_tflops: float | None = None
+    first_loss: float | None = None
+    final_loss: float | None = None
+    final_loss_difference: float | None = None  # from the baseline's, after as many steps
+
+    def as_dict(self):
+        """As the JSON has it; of what was not measured only name, reason and switches."""
+        known = ("name", "measured", "reason", "not_used", "fusion_config")
+        return {key: value for key, value in asdict(self).items() if self.measured or key in known}
+
+    def add_savings(self, baseline):
+        """Add how its memory and its work compare with the baseline's row."""
+        for name, key in (("peak_memory", "peak_memory_mb"), ("saved_activation", "saved_activation_mb"),
+                          ("launch", "launches_per_step"), ("flop", "flops_per_step")):
+            before, after = getattr(baseline, key), getattr(self, key)
+            if before and after is not None:
+                setattr(self, f"{name}_reduction_percent", 100 * (1 - after / before))
+
+
+@dataclass
+class Comparison:
+    """What compare() found: rows, the baseline's first. about: settings and machine, as the JSON has them."""
+    about: dict
+    names: list  # of all rows, also those that are still to come
+    rows: list = field(default_factory=list)
+    ended: str = ""  # how the rounds in this process ended
+
+    def as_dict(self):
+        """The content of fusion_comparison_*.json."""
+        return finite(dict(mode="compare_fusion", **self.about, ended=self.ended,
+                           variants=[row.as_dict() for row in self.rows]))
+
+
+@contextlib.contextmanager
+def reasons(variant):
+    """Within, whatever stops a variant becomes its reason; the baseline must run."""
+    try:
+        yield
+    except Exception as error:  # compilers fail in many ways, and the other rows are still wanted
+        if variant.name == BASELINE:
+            raise
+        text = str(error).strip().splitlines()
+        variant.reason = f"{type(error).__name__}: {text[0][:160] if text else 'no message'}"
+
+
+def release():
+    """Give back the memory of what is gone."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def not_measured(variant, reason):
+    return Row(variant.name, asdict(variant.settings.fusion), reason=reason, not_used=list(variant.not_used))
+
+
+class Candidate:
+    """A variant that is measured in this process: a warm trainer, what was counted of it, and its clock."""
+
+    def __init__(self, variant):
+        self.variant, self.trainer, self.counts, self.first_step_time = variant, None, None, None
+        self.timer, self.losses = None, []
+
+    def count(self, program, device, batch, weights):
+        """Make the trainer, with these weights if there are any, and count one of its steps. What other
+        trainers hold is not in its peak memory."""
+        others = 0
+        if device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()
+            others = torch.cuda.memory_allocated(device) - sum(t.nbytes for t in batch.values())
+        trainer = program.trainer(program, self.variant.settings, device)
+        if weights:
+            trainer.model.load_state_dict(weights)
+        with trainer.preserved():
+            started = time.perf_counter()
+            trainer.step(batch).item()
+            self.first_step_time = time.perf_counter() - started
+            self.counts = probe(trainer, batch)
+            peak = peak_of_two_steps(trainer, batch, self.counts)
+        self.counts.peak_memory_mb = None if peak is None else peak - others / MEGABYTE
+        self.trainer, self.timer = trainer, PhaseTimer(device)
+
+    def take_turn(self, number, batch):
+        """One timed step; on a GPU an untimed one before it keeps the queue as full as in training."""
+        torch.manual_seed(number)  # dropout draws alike for all
+        if self.trainer.device.type == "cuda":
+            self.trainer.step(batch)
+        self.timer.start()
+        loss = self.trainer.step(batch, self.timer.mark)
+        self.losses.append(loss.item())
+
+    def row(self, baseline):
+        """Its Row, from the rounds in which both it and the baseline had their turn."""
+        variant = self.variant
+        fusion, rounds = variant.settings.fusion, min(len(self.losses), len(baseline.losses))
+        if variant.reason or not rounds:
+            return not_measured(variant, variant.reason or INTERRUPTED)
+        row = Row(variant.name, asdict(fusion), True, not_used=list(variant.not_used), rounds=rounds)
+        phases = self.timer.seconds()[:rounds]
+        steps, before = phases.sum(axis=1), baseline.timer.seconds()[:rounds].sum(axis=1)
+        counts = self.counts
+        row.step_times, row.baseline_step_times = steps.tolist(), before.tolist()
+        row.p20_batch_time, row.median_batch_time, row.p80_batch_time = quantiles(steps)
+        row.baseline_batch_time = quantiles(before)[1]
+        if not fusion.enable_cuda_graphs:
+            row.median_forward_time, row.median_backward_time, row.median_optimizer_time = np.median(
+                phases, axis=0).tolist()
+        row.first_step_time = self.first_step_time
+        row.samples_per_second = variant.settings.training.batch_size / row.median_batch_time
+        row.speedup = quantiles(before / steps)[1]
+        if self is not baseline and rounds >= FEWEST:
+            row.speedup_low, row.speedup_high = median_interval(before / steps)
+        row.batch_time_reduction_percent = 100 * (1 - 1 / row.speedup)
+        row.peak_memory_mb, row.saved_activation_mb = counts.peak_memory_mb, counts.saved_mb
+        row.saved_activation_mb_by_sublayer = {k: v / MEGABYTE for k, v in counts.saved.items()}
+        row.launches_per_step, row.flops_per_step = counts.launches, counts.flops
+        row.achieved_tflops = counts.flops / row.median_batch_time / 1e12
+        row.first_loss, row.final_loss = self.losses[0], self.losses[rounds - 1]
+        row.final_loss_difference = abs(row.final_loss - baseline.losses[rounds - 1])
+        return row
+
+
+def alternate(candidates, supply, rounds, request):
+    """Timed steps of all candidates in turn, each round beginning with another one. Returns in words how it
+    ended."""
+    end = time.monotonic() + SECONDS
+    for number in itertools.count():
+        alive = [candidate for candidate in candidates if not candidate.variant.reason]
+        first = number % len(alive)
+        for candidate in alive[first:] + alive[:first]:
+            if request.signal:
+                return f"interrupted after {counted(number, 'round')}"
+            with reasons(candidate.variant):
+                candidate.take_turn(number, supply[number % len(supply)])
+        if number + 1 == (rounds or ROUNDS):
+            return counted(number + 1, "round")
+        if rounds is None and number + 1 >= FEWEST and time.monotonic() > end:
+            return f"{number + 1} rounds, in {SECONDS:g} s"
+
+
+def candidates_of(program, variants, device, batch, note):
+    """The variants that share this process, the baseline first, each counted."""
+    candidates, weights = [Candidate(variant) for variant in variants], None
+    for number, candidate in enumerate(candidates, 1):
+        if candidate.variant.reason:
+            continue
+        note(f"counting memory and launches of {candidate.variant.name}, {number} of {len(candidates)}")
+        with reasons(candidate.variant):
+            candidate.count(program, device, batch, weights)
+            weights = weights or {name: tensor.clone() for name, tensor in
+                                  candidate.trainer.model.state_dict().items()}
+        release()
+    return candidates
+
+
+def measure_apart(program, settings, variant, rounds, request):
+    """The row of a variant from a process of its own: the same command line, for this variant alone."""
+    if request.signal:
+        return not_measured(variant, INTERRUPTED)
+    with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile("w+") as errors:
+        path = os.path.join(place, "comparison")
+        command = [sys.executable, program.file, *command_line(program, settings), "--compare-fusion",
+                   "--variants", variant.name, "--profile-dir", path,
+                   *(["--num-steps", str(rounds)] if rounds else [])]
+        process = subprocess.Popen(  # in a session of its own: Ctrl-C is for the parent
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
+            env=child_environment(), start_new_session=True)
+        try:
+            while process.poll() is None and not request.signal:
+                time.sleep(0.1)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if request.signal:
+            return not_measured(variant, INTERRUPTED)
+        with contextlib.suppress(UserError):
+            return Row(**read_json(os.path.join(path, program.result("fusion_comparison")))["variants"][-1])
+        errors.seek(0)
+        said = errors.read().strip().splitlines() or ["no message"]
+    return not_measured(variant, f"exit code {process.returncode}: {said[-1][:300]}")
+
+
+def compare(program, settings, names=None, rounds=None, show=lambda comparison: None,
+            note=lambda text: None, stop=NEVER):
+    """Measure variants by name (variants.py; None: the usual ones) and return a Comparison. show(comparison)
+    is called whenever more of its rows are known, note(text) hears what goes on. rounds: so many; None: what
+    ends first of ROUNDS and SECONDS. stop: a StopRequest, entered for the rounds: once it is asked, what is
+    known is all there will be. Raises UserError."""
+    device = choose_device(settings.training.device)
+    process_settings(settings, device)
+    variants = make_variants(settings, names, device.type == "cuda")
+    wanted = [variant for variant in variants if not variant.reason]
+    apart = [variant for variant in wanted if variant.compiles and len(wanted) > 2]
+    together = [variant for variant in variants if variant not in apart]
+    found = Comparison(about(program, settings, device), [variant.name for variant in (*together, *apart)])
+    source = program.data(settings)
+    supply = [to_device(source.batch(i), device) for i in range(min(rounds or ROUNDS, MOST_BATCHES))]
+    candidates = candidates_of(program, together, device, supply[0], note)
+
+    def tell():
+        for row in found.rows:
+            row.add_savings(found.rows[0])
+        show(found)
+
+    with stop as request:
+        limit = "" if rounds else f", or {SECONDS:g} s of them"
+        note(f"{rounds or ROUNDS} rounds{limit}, in which each takes a step")
+        found.ended = alternate(candidates, supply, rounds, request)
+        found.rows = [candidate.row(candidates[0]) for candidate in candidates]
+        candidates.clear()  # the memory is for other processes
+        release()
+        tell()
+        for number, variant in enumerate(apart, 1):
+            note(f"{variant.name} in a process of its own, which compiles first: {number} of {len(apart)}")
+            found.rows.append(measure_apart(program, settings, variant, rounds, request))
+            tell()
+    return found
+
+
+def about(program, settings, device):
+    """What the JSON says beside the rows."""
+    with torch.device("meta"):
+        nominal = program.model(settings.model, program.fusion_config()).statistics()
+    configs = settings.as_dict()
+    training = dict(configs["training_params"], amp_dtype=dtype_name(amp_dtype(settings.training, device)))
+    return dict(timestamp=datetime.now(timezone.utc).isoformat(), config=configs["config"],
+                training_params=training, system_info=system_info(device), launch_kind=launch_kind(device),
+                nominal=nominal)

@@ -1,0 +1,159 @@
+"""--compare-fusion: a comparison on paper. One table, which can be pasted as Markdown, then what it says in
+words, then four headline figures."""
+import os
+import sys
+import time
+
+import torch
+
+from fusion_lab.measuring.compare import compare
+from fusion_lab.measuring.variants import BASELINE, FUSED, ONLY, make_variants
+from fusion_lab.training.files import StopRequest, counted, printable, write_json
+from fusion_lab.training.machine import choose_device
+from fusion_lab.training.reporting import busy_line, print_result
+
+COLUMNS = {"variant": 8, "step ms (p20, p80)": 26, "samples/s": 9, "speed-up (95%)": 18,  # least widths
+           "peak MB": 14, "saved act. MB": 14, "launches": 12}
+
+
+def cells(row):
+    """A row of the table."""
+    if not row.measured:
+        reason = printable(row.reason).replace("|", "\\|")
+        return [row.name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)]
+    times = [1e3 * seconds for seconds in (row.median_batch_time, row.p20_batch_time, row.p80_batch_time)]
+    speed = "1" if row.name == BASELINE else f"{row.speedup:.2f}x {interval(row)}"
+    return [row.name, "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row.samples_per_second:.1f}", speed,
+            *("n/a" if value is None else
+              f"{value:{form}}" + (f" ({-saved:+.0f}%)" if saved and abs(saved) >= 0.5 else "")
+              for value, form, saved in (
+                  (row.peak_memory_mb, ".1f", row.peak_memory_reduction_percent),
+                  (row.saved_activation_mb, ".1f", row.saved_activation_reduction_percent),
+                  (row.launches_per_step, "d", row.launch_reduction_percent)))]
+
+
+def interval(row):
+    """Of its speed-up, in brackets."""
+    return f"({counted(row.rounds, 'round')})" if row.speedup_low is None else (
+        f"({row.speedup_low:.2f}, {row.speedup_high:.2f})")
+
+
+def table(rows, names=()):
+    """Lines of a Markdown table; names: of rows that are still to come, so that the columns stay."""
+    body = [[*COLUMNS], *map(cells, rows)]
+    widths = [max(least, *(len(line[i]) for line in body if line[-1]))
+              for i, least in enumerate(COLUMNS.values())]
+    widths[0] = max(widths[0], *map(len, names), *(len(row.name) for row in rows))
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+             for line in body]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+def verdict(row):
+    """Whether it is faster than the baseline: 1, -1 for slower, 0 for within noise or too few rounds."""
+    if row.speedup_low is None or row.speedup_low <= 1 <= row.speedup_high:
+        return 0
+    return 1 if row.speedup_low > 1 else -1
+
+
+def in_words(rows):
+    """What the table says, in sentences."""
+    baseline, others = rows[0], [row for row in rows[1:] if row.measured]
+    if not others:
+        return ["Nothing but the baseline was measured."]
+    faster = [row for row in others if verdict(row) > 0]
+    if faster:
+        best = max(faster, key=lambda row: row.speedup)
+        memory = "" if best.peak_memory_mb is None else (
+            f" and {best.peak_memory_mb:.0f} instead of {baseline.peak_memory_mb:.0f} MB of memory")
+        after, before = 1e3 * best.median_batch_time, 1e3 * best.baseline_batch_time
+        lines = [f"The fastest setting here is {best.name}: {best.speedup:.2f} times as fast as the baseline "
+                 f"(95% interval {best.speedup_low:.2f} to {best.speedup_high:.2f}), "
+                 f"{after:.2f} instead of {before:.2f} ms a step{memory}."]
+    elif all(row.speedup_low is None for row in others):
+        lines = ["There were too few rounds to say what is faster than the baseline."]
+    else:
+        lines = ["No setting here is faster than the baseline beyond noise."]
+    pays, costs, even = ([f"{row.name.removeprefix(ONLY)} ({row.speedup:.2f}x)" for row in others
+                          if row.name.startswith(ONLY) and verdict(row) == sign] for sign in (1, -1, 0))
+    if pays or costs or even:
+        lines.append(f"Single fusions that pay here: {', '.join(pays) or 'none'}."
+                     + (f" Slower than the baseline: {', '.join(costs)}." if costs else "")
+                     + (f" Within noise: {', '.join(even)}." if even else ""))
+        lines.append("A single fusion can save at most the time of the sub-layers that it changes: column "
+                     '"at most" of run_pytorch_profiler.sh.')
+    return lines
+
+
+def headline(rows, nominal, launch_kind):
+    """The four lines that users look for, about the defaults or, where they are not there, the last row."""
+    before, measured = rows[0], [row for row in rows if row.measured]
+    after = next((row for row in measured if row.name == FUSED), measured[-1])
+    if after is before:
+        return []
+    said = ["a slowdown"] * (after.speedup < 1) + ["within noise"] * (verdict(after) == 0)
+    doubt = f" ({', '.join(said)})" if said else ""
+    samples = after.samples_per_second * after.median_batch_time
+    launches = memory = f"not measured for {after.name}"
+    if after.launch_reduction_percent is not None:
+        launches = (f"{after.launch_reduction_percent:.1f}% measured by {after.name} "
+                    f"({before.launches_per_step} -> {after.launches_per_step} {launch_kind} per step)")
+    if nominal and after.name == FUSED:
+        launches += (f"; nominal {nominal['kernel_reduction_percent']}% ({nominal['total_kernel_reduction']} "
+                     "fewer kernels)")
+    if after.peak_memory_reduction_percent is not None:
+        memory = (f"{round(after.peak_memory_reduction_percent, 1) + 0:.1f}% by {after.name} "
+                  f"(peak {before.peak_memory_mb:.1f} -> {after.peak_memory_mb:.1f} MB)")
+    return [f"Training speed: {after.speedup:.2f}x speed-up by {after.name}{doubt} "
+            f"({samples / after.baseline_batch_time:.1f} -> {after.samples_per_second:.1f} samples/sec)",
+            f"Memory reduction: {memory}",
+            f"Batch time improvement: {after.batch_time_reduction_percent:.1f}% by {after.name}{doubt} "
+            f"({1e3 * after.baseline_batch_time:.2f} -> {1e3 * after.median_batch_time:.2f} ms)",
+            f"Kernel reduction: {launches}"]
+
+
+def below(found):
+    """Lines below the table."""
+    rows, about = found.rows, found.about
+    lines = [f"Steps in turn: {found.ended}"]
+    apart = [row for row in rows if row.measured and row.baseline_step_times != rows[0].step_times]
+    if apart:
+        times = ", ".join(f"{row.name} {1e3 * row.baseline_batch_time:.2f} ms" for row in apart)
+        lines.append(f"In a process of its own, beside a baseline of its own: {times}")
+    not_used = dict.fromkeys(text for row in rows if row.measured for text in row.not_used)
+    if not_used:
+        lines.append(f"Not used here: {'; '.join(not_used)}")
+    return [*lines, "", *in_words(rows), "", *headline(rows, about["nominal"], about["launch_kind"])]
+
+
+def compare_fusion(program, settings, names=None, rounds=None):
+    """--compare-fusion: print rows and write fusion_comparison_*.json as they become known; exit code 0, or
+    that of the signal that ended it early."""
+    device = choose_device(settings.training.device)
+    make_variants(settings, names, device.type == "cuda")  # a wrong name moves no earlier results
+    settings = settings.claimed()
+    path = os.path.join(settings.profiler.profile_dir, program.result("fusion_comparison"))
+    started, printed = time.monotonic(), 0
+    print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)}", flush=True)
+    if device.type == "cpu" and (busy := busy_line(os.getloadavg()[0], os.cpu_count())):
+        print(busy, flush=True)
+
+    def note(text):
+        print(f"[{time.monotonic() - started:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    def show(found):
+        nonlocal printed
+        if found.rows[0].measured:
+            lines = table(found.rows, found.names)
+            print("\n".join(lines[printed:]), flush=True)
+            printed = len(lines)
+            write_json(path, found.as_dict())
+
+    found = compare(program, settings, names, rounds, show, note, stop := StopRequest())
+    rows = [dict(name=row.name, speedup=row.speedup) for row in found.rows if row.measured]
+    if not rows:
+        print("Interrupted before the first round: no figures")
+        return 128 + stop.signal
+    print("", *below(found), sep="\n")
+    print_result(dict(mode="compare_fusion", variants=rows), path, settings)
+    return 128 + stop.signal if stop.signal else 0

@@ -1,0 +1,284 @@
+"""compare(): fair turns, figures by hand, intervals that hold what they say, and the table's words."""
+import contextlib
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fusion_lab.measuring import clocks, compare
+from fusion_lab.measuring.clocks import PhaseTimer, median_interval
+from fusion_lab.measuring.compare import Candidate, Comparison, Row, alternate
+from fusion_lab.measuring.comparison_table import below, cells, headline, in_words, table, verdict
+from fusion_lab.measuring.variants import Variant, make_variants
+from fusion_lab.training import flags
+from tests.second_program import PROGRAM as SECOND
+from tests.second_program import Trainer
+
+CPU = torch.device("cpu")
+SETTINGS = SECOND.settings(width=8, depth=1, batch_size=2, device="cpu")
+
+
+# Intervals
+
+
+@pytest.mark.parametrize("count", range(1, 80))
+def test_an_interval_of_the_median_covers_95_percent_and_no_more_than_it_must(count):
+    """By the order of values alone: the sign test. As narrow as whole values allow."""
+    low, high = median_interval(np.arange(count)[::-1])
+    if count < 6:
+        assert (low, high) == (None, None)
+        return
+    assert low + high == count - 1
+    missed = [2 * sum(math.comb(count, i) for i in range(outside)) / 2 ** count
+              for outside in (int(low) + 1, int(low) + 2)]
+    assert missed[0] <= 0.05 < missed[1]
+
+
+class Clock:
+    """Seconds that steps take, by a random generator, instead of time."""
+
+    def __init__(self, seed):
+        self.random, self.now, self.drift = np.random.default_rng(seed), 0.0, 1.0
+
+    def perf_counter(self):
+        return self.now
+
+    monotonic = perf_counter
+
+    def work(self, seconds, noise):
+        self.drift *= math.exp(self.random.normal(0, 0.02))
+        self.now += seconds * self.drift * math.exp(self.random.normal(0, noise))
+
+
+def simulated(monkeypatch, seconds, noise, seed):
+    """Rows of variants whose steps take so long, by the whole procedure of a comparison on a noisy machine
+    that drifts."""
+    clock, candidates, loss = Clock(seed), [], torch.zeros(())
+    monkeypatch.setattr(clocks, "time", clock)
+    monkeypatch.setattr(compare, "time", clock)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    for name, value in seconds.items():
+        candidate = Candidate(Variant(name, SETTINGS))
+        candidate.timer = PhaseTimer(CPU)
+
+        def step(batch, mark=None, value=value):
+            for part in (0.3, 0.5, 0.2):
+                clock.work(part * value, noise)
+                mark()
+            return loss
+        candidate.trainer = SimpleNamespace(device=CPU, step=step)
+        candidate.counts = SimpleNamespace(peak_memory_mb=1.0, saved_mb=1.0, saved={}, launches=1, flops=1)
+        candidates.append(candidate)
+    ended = alternate(candidates, ["batch"], None, SimpleNamespace(signal=None))
+    return [candidate.row(candidates[0]) for candidate in candidates], ended
+
+
+@pytest.mark.parametrize("noise, step, ended", [
+    (0.03, 0.1, "20 rounds"), (0.1, 0.1, "20 rounds"), (0.05, 2.5, "rounds, in 60 s"),
+    (0.1, 9.0, "6 rounds, in 60 s")])
+def test_intervals_hold_the_true_speed_up(noise, step, ended, monkeypatch):
+    """The whole procedure with its end by rounds or by time, on a machine that drifts."""
+    truth, held, count = 1.25, 0, 250
+    for seed in range(count):
+        rows, said = simulated(monkeypatch, dict(baseline=step, a=step / truth, b=step), noise, seed)
+        assert said.endswith(ended)
+        held += rows[1].speedup_low <= truth <= rows[1].speedup_high
+        held += rows[2].speedup_low <= 1 <= rows[2].speedup_high
+    assert held / (2 * count) >= 0.94
+
+
+# What is measured
+
+
+class Counting(Trainer):
+    """By its own clock a step takes 1 s, with the fused ReLU 1.25 s; it notes whose turn it is."""
+    turns, now = [], 0.0
+
+    def step(self, batch, mark=lambda: None):
+        if self.settings.fusion.enable_cuda_graphs:
+            raise RuntimeError("no such kernel here\nsecond line")
+        Counting.turns.append(self.settings.fusion.enable_fused_relu)
+        Counting.now += 1.25 if self.settings.fusion.enable_fused_relu else 1.0
+        return super().step(batch, mark)
+
+    @staticmethod
+    def perf_counter():
+        return Counting.now
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    monkeypatch.setattr(clocks, "time", Counting)
+    Counting.turns, Counting.now = [], 0.0
+    return dataclasses.replace(SECOND, trainer=Counting)
+
+
+def test_steps_alternate_from_equal_weights_and_a_slowdown_is_one(counting):
+    shown, notes = [], []
+    found = compare.compare(counting, SETTINGS, "fused", 7, lambda found: shown.append(len(found.rows)),
+                            notes.append)
+    baseline, fused = found.rows
+    assert Counting.turns[-14:] == [False, True, True, False] * 3 + [False, True]
+    assert (fused.measured, fused.rounds, found.ended, shown) == (True, 7, "7 rounds", [2])
+    assert fused.speedup == pytest.approx(0.8) and fused.batch_time_reduction_percent == pytest.approx(-25)
+    assert fused.step_times == pytest.approx([1.25] * 7) and fused.baseline_step_times == [1.0] * 7
+    assert (fused.speedup_low, fused.speedup_high) == pytest.approx((0.8, 0.8))
+    assert baseline.first_loss == pytest.approx(fused.first_loss, rel=1e-5)
+    assert fused.final_loss_difference == abs(fused.final_loss - baseline.final_loss) < 1e-4
+    assert baseline.first_loss != baseline.final_loss
+    fresh = counting.trainer(counting, baseline_settings(), CPU)
+    first = fresh.step(counting.data(SETTINGS).batch(0)).item()
+    assert baseline.first_loss == pytest.approx(first, rel=1e-6)  # warm-up and counting left no trace
+    assert baseline.samples_per_second == 2 / baseline.median_batch_time
+    assert baseline.launches_per_step > fused.launches_per_step > 5
+    assert fused.launch_reduction_percent == 100 * (1 - fused.launches_per_step / baseline.launches_per_step)
+    assert len(notes) == 3
+    assert json.loads(json.dumps(found.as_dict()))["variants"][1] == dataclasses.asdict(fused)
+
+
+def measured(program, variants):
+    """Rows of these after two rounds."""
+    batch = program.data(SETTINGS).batch(0)
+    candidates = compare.candidates_of(program, variants, CPU, batch, lambda text: None)
+    alternate(candidates, [batch], 2, SimpleNamespace(signal=None))
+    return [candidate.row(candidates[0]) for candidate in candidates]
+
+
+def baseline_settings():
+    return make_variants(SETTINGS, "baseline", False)[0].settings
+
+
+def test_what_fails_is_a_row_with_its_reason_and_what_is_idle_is_not_tried(counting):
+    variants = make_variants(SETTINGS, "only-cuda-graphs cuda-graphs+fused-relu fused", False)
+    assert [v.reason for v in variants] == [None, *["CUDA graphs need a GPU"] * 2, None]
+    variants[1].reason = None
+    rows = measured(counting, variants)
+    assert [(row.measured, row.reason) for row in rows] == [
+        (True, None), (False, "RuntimeError: no such kernel here"), (False, "CUDA graphs need a GPU"),
+        (True, None)]
+    variants[0].reason, variants[0].settings = None, variants[1].settings
+    with pytest.raises(RuntimeError, match="no such kernel"):  # without the baseline there is nothing to say
+        measured(counting, variants[:1])
+
+
+def test_a_signal_ends_the_rounds_and_keeps_them(counting):
+    class Stop(contextlib.nullcontext):
+        asked = 0
+
+        def __enter__(self):
+            return self
+
+        @property
+        def signal(self):
+            self.asked += 1
+            return 2 if self.asked > 12 else None
+
+    found = compare.compare(counting, SETTINGS, "fused compiled", 50, stop=Stop())
+    assert found.ended.startswith("interrupted after") and [row.measured for row in found.rows] == [
+        True, True, False]
+    assert 0 < found.rows[1].rounds < 50 and found.rows[2].reason == compare.INTERRUPTED
+    assert len(found.rows[0].step_times) - found.rows[1].rounds in (0, 1)
+
+
+def test_a_compiled_variant_is_the_same_command_line_in_a_process_of_its_own(monkeypatch):
+    started = []
+
+    class Process:
+        pid, returncode = 1, 3
+
+        def __init__(self, command, stderr, **options):
+            started.append(command)
+            stderr.write("note\nprogram: error: it failed\n")
+
+        def poll(self):
+            return 3
+
+        def wait(self):
+            return 3
+    monkeypatch.setattr(compare.subprocess, "Popen", Process)
+    settings = SETTINGS.having(enable_fused_relu=False, num_steps=9)
+    variant = make_variants(settings, "compiled", False)[1]
+    row = compare.measure_apart(SECOND, settings, variant, 4, SimpleNamespace(signal=None))
+    assert row.reason == "exit code 3: program: error: it failed" and not row.measured
+    words = started[0][2:]
+    arguments, again, mode = flags.parse(flags.make_parser(SECOND), SECOND, words)
+    assert (mode, arguments.variants, arguments.num_steps) == ("--compare-fusion", "compiled", 4)
+    assert again.having(profile_dir=settings.profiler.profile_dir, num_steps=9) == settings
+
+
+# On paper
+
+
+def a_row(name, seconds, before=1.0, **values):
+    values = {**dict(
+        fusion_config={}, measured=True, rounds=9, median_batch_time=seconds, p20_batch_time=0.9 * seconds,
+        p80_batch_time=1.2 * seconds, baseline_batch_time=before, samples_per_second=4 / seconds,
+        speedup=before / seconds, speedup_low=0.95 * before / seconds, speedup_high=1.04 * before / seconds,
+        batch_time_reduction_percent=100 * (1 - seconds / before), peak_memory_mb=60.0,
+        saved_activation_mb=50.0, launches_per_step=300, baseline_step_times=[before]), **values}
+    return Row(name=name, **values)
+
+
+ROWS = [a_row("baseline", 1.0, step_times=[1.0], peak_memory_mb=80.0, saved_activation_mb=50.0,
+              launches_per_step=400, speedup_low=None, speedup_high=None),
+        a_row("fused", 0.8), a_row("only-a", 0.9), a_row("only-b", 1.02), a_row("only-c", 1.25),
+        a_row("compiled", 0.5, 1.25, peak_memory_mb=None, launches_per_step=None, not_used=["x needs y"]),
+        Row("ultra", {}, reason="out of | memory")]
+for row in ROWS:
+    row.add_savings(ROWS[0])
+
+
+def test_a_row_on_paper():
+    assert cells(ROWS[1]) == ["fused", "800.00 (720.00, 960.00)", "5.0", "1.25x (1.19, 1.30)", "60.0 (-25%)",
+                              "50.0", "300 (-25%)"]
+    assert cells(ROWS[0])[3:] == ["1", "80.0", "50.0", "400"]
+    assert cells(a_row("few", 1.0, rounds=1, speedup_low=None))[3] == "1.00x (1 round)"
+    assert cells(ROWS[5])[4:] == ["n/a", "50.0", "n/a"]
+    assert cells(ROWS[6])[1].startswith("not measured: out of")
+
+
+def test_the_table_is_markdown_whose_columns_stay_while_it_grows():
+    lines = table(ROWS, [row.name for row in ROWS])
+    assert all(line.startswith("| ") and line.endswith(" |") for line in (lines[0], *lines[2:]))
+    assert {line.replace(r"\|", "").count("|") for line in lines} == {8}
+    assert table(ROWS[:2], [row.name for row in ROWS]) == lines[:4]
+
+
+def test_what_the_table_says_in_words():
+    assert [verdict(row) for row in ROWS[1:6]] == [1, 1, 0, -1, 1]
+    text = " ".join(in_words(ROWS))
+    assert "compiled" in text.split(":")[0] and "2.50 times" in text and "2.38 to 2.60" in text
+    assert "500.00 instead of 1250.00 ms" in text and "of memory" not in text  # which was not measured
+    assert "pay here: a (1.11x)." in text and "Slower than the baseline: c (0.80x)." in text
+    assert "Within noise: b (0.98x)." in text
+    assert "60 instead of 80 MB" in " ".join(in_words(ROWS[:2]))
+    assert "No setting here is faster" in " ".join(in_words([ROWS[0], ROWS[3]]))
+    assert "too few rounds" in " ".join(in_words([ROWS[0], a_row("a", 0.1, speedup_low=None)]))
+    assert in_words(ROWS[:1]) == ["Nothing but the baseline was measured."]
+
+
+def test_headlines_name_their_row_and_divide_by_its_own_baseline():
+    lines = headline(ROWS, dict(kernel_reduction_percent=80.0, total_kernel_reduction=48), "gpu_kernels")
+    assert lines == [
+        "Training speed: 1.25x speed-up by fused (4.0 -> 5.0 samples/sec)",
+        "Memory reduction: 25.0% by fused (peak 80.0 -> 60.0 MB)",
+        "Batch time improvement: 20.0% by fused (1000.00 -> 800.00 ms)",
+        "Kernel reduction: 25.0% measured by fused (400 -> 300 gpu_kernels per step); nominal 80.0% "
+        "(48 fewer kernels)"]
+    lines = headline([ROWS[0], *ROWS[2:]], dict(kernel_reduction_percent=80.0), "gpu_kernels")
+    assert lines[0] == "Training speed: 2.50x speed-up by compiled (3.2 -> 8.0 samples/sec)"
+    assert lines[1] == "Memory reduction: not measured for compiled" and "nominal" not in lines[3]
+    slow = headline([ROWS[0], ROWS[4]], None, "cpu_ops")
+    assert "0.80x speed-up by only-c (a slowdown)" in slow[0] and "-25.0% by only-c (a slowdown)" in slow[2]
+    assert "(a slowdown, within noise)" in headline([ROWS[0], ROWS[3]], None, "cpu_ops")[0]
+    assert headline(ROWS[:1], None, "cpu_ops") == []
+
+
+def test_below_the_table():
+    lines = below(Comparison(dict(nominal=None, launch_kind="cpu_ops"), [], ROWS, "9 rounds"))
+    assert lines[0] == "Steps in turn: 9 rounds" and "compiled 1250.00 ms" in lines[1]
+    assert lines[2] == "Not used here: x needs y" and lines[-1].startswith("Kernel reduction: ")
