@@ -65,15 +65,24 @@ def count_a_step(trainer, batch, found):
             *(trainer.average.weights if trainer.average else ()),
             *(t for state in trainer.optimizer.state.values() for t in state.values())]
     with OpCounter() as counter, contextlib.ExitStack() as forward:
+        found.saved = forward.enter_context(counting_saved(model, model.sublayers()))
+        trainer.step(batch, forward.close)  # which is called first after the forward pass
+    found.launches, found.timeline, found.operations = counter.launches, counter.timeline, counter.operations
+    found.peak = counter.peak + sum(t.nbytes for t in held)
+    if trainer.settings.profiler.enable_pytorch_profiler:
+        found.launches_by_range = launches_by_range(trainer, batch)
+
+
+def launches_by_range(trainer, batch):
+    """{(sub-layer or "rest", direction or phase): operations} of a step on a CPU. A step of its own, because
+    hooks on the backward pass hold memory."""
+    with OpCounter() as counter:
         sums = sums_by_range(lambda: counter.launches)
         timer = PhaseTimer(trainer.device, PHASES[1:], sums.enter, sums.leave)
-        found.saved = forward.enter_context(counting_saved(model, model.sublayers()))
-        with ranges(model.sublayers(), sums.enter, sums.leave, backward=True):
+        with ranges(trainer.model.sublayers(), sums.enter, sums.leave, backward=True):
             timer.start()
-            trainer.step(batch, lambda: (forward.close(), timer.mark()))  # saved is what forward saves
-    found.launches, found.timeline, found.operations = counter.launches, counter.timeline, counter.operations
-    found.launches_by_range = {place_of(name): count for name, count in sums.sums.items()}
-    found.peak = counter.peak + sum(t.nbytes for t in held)
+            trainer.step(batch, timer.mark)
+    return {place_of(name): count for name, count in sums.sums.items()}
 
 
 def counts_its_first_step(trainer):

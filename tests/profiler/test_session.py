@@ -36,7 +36,7 @@ def given(fused=True, **values):
 def test_operations_by_sublayer_add_up_to_all(checkpointing):
     """What a sub-layer makes again by itself is a part of its backward."""
     which = {f"enable_{checkpointing}_checkpointing": True} if checkpointing else {}
-    settings = given(**which)
+    settings = given(enable_pytorch_profiler=True, **which)
     found = probe(PROGRAM.trainer(PROGRAM, settings, CPU), PROGRAM.data(settings).batch(0))
     counts = found.launches_by_range
     assert sum(counts.values()) == found.launches and min(counts.values()) >= 0
