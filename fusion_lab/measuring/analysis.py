@@ -33,12 +33,12 @@ def analysis_of(trainer, found, times, peak, profiling):
     trace = TraceAnalysis(read_trace(profiling.trace), program.model.SUBLAYERS)
     step = of_a_step(profiling.undisturbed(times), trace)
     unrecorded = trace.unrecorded(found.graph_kernels)
-    entries = sublayer_entries(trace, found, profiling.undisturbed(profiling.samples))
+    entries = sublayer_entries(trace, found, profiling.samples)
     inside = sum(e["share"] for e in entries if e["name"] != REST)
     outside = sum(e["share"] for e in entries if e["direction"] in (OUTSIDE, NOT_RECORDED))
     kernels, kinds = kernel_entries(trace)
     configs = settings.as_dict()
-    clock = "CPU time, without the profiler" if profiling.untraced else "CPU time, under the profiler"
+    clock = "CPU time, without the profiler" if profiling.without else "CPU time, under the profiler"
     result = dict(
         mode="pytorch_profiler", timestamp=datetime.now(timezone.utc).isoformat(),
         **{key: configs[key] for key in ("config", "fusion_config", "training_params")},

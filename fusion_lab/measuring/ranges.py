@@ -75,8 +75,12 @@ def place_of(name):
 class Profiling:
     """What ProfilerConfig asks for, while a run's steps are measured: a PyTorch trace of the last ones,
     NVTX/roctx ranges with profiler start and stop, a memory profile from the run's Findings. Results go to
-    config.profile_dir. Afterwards `trace` is the trace's path, None where there is none; `traced` says of how
-    many steps; on a CPU `samples` has a dict for each step, {range or phase: seconds without ranges in it}.
+    config.profile_dir.
+
+    With a trace there come first `untraced` steps, as in any run; on a CPU as many as the trace holds, which
+    are timed by range; one in which the profiler starts; then the traced ones. Afterwards `trace` is the
+    trace's path, None where there is none, and `samples` has a dict for each step that was timed by range,
+    {range or phase: seconds without the ranges in it}.
     """
 
     def __init__(self, config, device, named_modules, found, num_steps):
@@ -87,14 +91,16 @@ class Profiling:
         if config.enable_rocm_profiling and not self.outer:
             print("ROCm profiling: no GPU here, so no ranges for an outer profiler are emitted")
         recording = config.enable_pytorch_profiler and num_steps > 0
-        before = int(num_steps > 1)  # the step in which the profiler starts is slow
-        self.traced = max(1, min(config.profile_steps, (num_steps - before) // 2)) if recording else 0
-        self.untraced = num_steps - self.traced - before * recording  # come first, undisturbed
-        self.sums, self.samples = sums_by_range(time.perf_counter), []
         self.timing = recording and device.type == "cpu"
+        start = int(num_steps > 1)  # the step in which the profiler starts is slow
+        kinds = 3 if self.timing else 2
+        self.traced = max(1, min(config.profile_steps, (num_steps - start) // kinds))
+        self.without = num_steps - start - self.traced if recording else num_steps  # the profiler
+        self.untraced = max(0, self.without - self.traced * self.timing)
+        self.sums, self.samples = sums_by_range(time.perf_counter), []
         self.profiler = None
         if recording:
-            plan = torch.profiler.schedule(wait=self.untraced, warmup=before, active=self.traced, repeat=1)
+            plan = torch.profiler.schedule(wait=self.without, warmup=start, active=self.traced, repeat=1)
             self.profiler = torch.profiler.profile(
                 schedule=plan, on_trace_ready=self.write_trace, record_shapes=True, acc_events=True,
                 profile_memory=config.enable_memory_profiling)
@@ -104,7 +110,7 @@ class Profiling:
         profiler.export_chrome_trace(self.trace)
 
     def __enter__(self):
-        if self.outer or self.timing or self.profiler and not self.untraced:
+        if self.outer or self.profiler and not self.untraced:
             self.attach()
         if self.profiler:
             self.profiler.__enter__()
@@ -119,9 +125,9 @@ class Profiling:
         """A phase of the step, or a module's forward or backward pass, begins."""
         if self.off:
             return
-        if self.timing:
+        if self.timing and self.number >= self.untraced:
             self.sums.enter(name)
-        if self.profiler and self.number >= self.untraced:
+        if self.profiler and self.number >= self.without:
             self.open_ranges.append(torch.profiler.record_function(name))
             self.open_ranges[-1].__enter__()
         if self.outer:
@@ -134,17 +140,17 @@ class Profiling:
             torch.cuda.nvtx.range_pop()
         if self.open_ranges:
             self.open_ranges.pop().__exit__(None, None, None)
-        if self.timing:
+        if self.sums.stack:
             self.sums.leave()
 
     def step(self):
         """A step has ended."""
         self.number += 1
-        if self.timing:
+        if self.sums.sums and (self.number <= self.without or not self.without):
             self.samples.append(self.sums.sums)
-            self.sums.sums = {}
-        elif self.profiler and self.number == self.untraced and not self.outer:
-            self.attach()  # not earlier: on a GPU the host's time for hooks would be part of the step
+        self.sums.sums = {}
+        if self.profiler and self.number == self.untraced and not self.outer:
+            self.attach()  # not earlier: hooks take up to 4% of a small step
         if self.profiler:
             self.profiler.step()
 
@@ -162,8 +168,9 @@ class Profiling:
                 switch_outer_profiler(on=True)
 
     def undisturbed(self, steps):
-        """Of something for each step that ran, what the profiler did not slow down; all, where it saw all."""
-        return steps[:self.untraced] if self.untraced else steps
+        """Of something for each step that ran, what nothing slowed down, or the profiler did not; all, where
+        it saw all."""
+        return steps[:self.untraced or self.without or None]
 
     def __exit__(self, *error):
         if self.outer:

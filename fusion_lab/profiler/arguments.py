@@ -10,11 +10,11 @@ ABOUT = """One PyTorch profiler session: where time and memory go, by sub-layer,
     ./run_pytorch_profiler.sh --compare-with DIR  # an earlier session beside it
     ./run_pytorch_profiler.sh --ablation          # each fusion alone, left out
 
-It is a training run of 16 steps, or of --num-steps: the last --profile-steps of them are traced, those
-before are timed. Takes the flags of tiny_openfold_v2.py, or of the program that --program names, but its
-modes and the files that only training reads or writes. Results go to --profile-dir: a trace,
-fusion_analysis.json, comprehensive_profiling_report.md and plots. Where the output is no terminal, its last
-line is the result as JSON.
+It is a training run of 21 steps, or of --num-steps: the last --profile-steps of them are traced, those
+before are timed, on a CPU some of them by sub-layer. Takes the flags of tiny_openfold_v2.py, or of the
+program that --program names, but its modes and the files that only training reads or writes. Results go to
+--profile-dir: a trace, fusion_analysis.json, comprehensive_profiling_report.md and plots. Where the output is
+no terminal, its last line is the result as JSON.
 """
 TIMED_STEPS = 10
 
@@ -44,7 +44,7 @@ def parse(argv, program):
     parser = make_parser(program)
     arguments, settings, mode = flags.parse(parser, program, argv)
     if not hasattr(arguments, "num_steps"):
-        steps = TIMED_STEPS + 1 + settings.profiler.profile_steps
+        steps = TIMED_STEPS + 1 + 2 * settings.profiler.profile_steps
         settings = flags.parse(parser, program, [*argv, "--num-steps", str(steps)])[1]
     if mode or arguments.check_flags:
         parser.error(f"argument {mode or flags.QUESTION}: belongs to {program.name}")

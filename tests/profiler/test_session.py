@@ -50,7 +50,7 @@ def test_operations_by_sublayer_add_up_to_all(checkpointing):
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
     directory = tmp_path_factory.mktemp("session") / "out"
-    result = run_program("run_pytorch_profiler.py", *FLAGS, "--profile-steps", 2, "--num-steps", 9,
+    result = run_program("run_pytorch_profiler.py", *FLAGS, "--profile-steps", 2, "--num-steps", 11,
                          "--roofline", "--profile-dir", directory)
     assert result.returncode == 0, result.stderr
     return directory, last_json(result), result.stdout
