@@ -146,15 +146,15 @@ def sessions():
     block = "-- --num-blocks 1"
     report = tuple(f"p/{name}" for name in ("comprehensive_profiling_report.md", "fusion_analysis.json",
                                             "*.pt.trace.json", "*.png"))
-    # null of backward; on a GPU; of phases without a kernel; where no operation is known to have started it
-    unknown = ("saved_activation_mb", "launches", "allocated_bytes", *["launch"] * ON_CPU)
+    # null of backward; of operations on a CPU
+    unknown = ("saved_activation_mb", "launches", *["launch", "gpu_busy_ms"] * ON_CPU)
     found = [
         Verb("session", (f"{session} {SMALL} --profile-steps 3 --profile-dir p",
                          "profile_summary.py r --json"), report, prepare=as_rocprofv3,
              holds=the_same_kernels, null=(*unknown, "steps", "launches_per_step", "kernel_time_ms_per_step",
                                            "steps_counted", "graphs", "memory_copies", "compared")),
         Verb("roofline", (f"{session} {SMALL} --profile-steps 2 --profile-dir p --roofline",), report,
-             null=unknown),
+             null=(*unknown, "bound", "share")),  # of a sub-layer that stays in a cache
         Verb("study", (f"{points} --num-runs 1 {block}", f"{points} --num-runs 2 {block}"),
              tuple(f"s/{name}" for name in ("report.html", "results.csv", "results.jsonl", "*.png")),
              result="s/results_summary.json", holds=two_runs_of_each),
