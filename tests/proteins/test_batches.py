@@ -12,7 +12,6 @@ from tiny_openfold.proteins.batches import RealProteins, SyntheticProteins, asse
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, MASK, Protein
 from tiny_openfold.proteins.synthetic import (
     PARTNER,
-    match_contacts,
     paired_alignment,
     random_chains,
     synthetic_proteins,
@@ -339,32 +338,6 @@ def test_evaluation_of_chains_with_more_than_six_located_residues():
 
 
 # --- Synthetic proteins --------------------------------------------------------------------------------
-
-def test_chains_of_three_steps_by_hand():
-    """Directions: deviate plus half of the one before, here x, y, z; each step pulls what was back by 6%."""
-    noise = np.array([[[2.0, 0, 0], [1, 0, 0], [-0.5, 3, 0], [0.25, -1.5, 1]]])
-    np.testing.assert_allclose(random_chains(noise)[0], 3.8 * np.array(
-        [[1, 0, 0], [0.94, 1, 0], [0.94 ** 2, 0.94, 1]]))
-
-
-def spread(size, **together):
-    """(1, S, 3): residues 1000 Å apart, but for groups of them, each along a line with the given step."""
-    coords = np.zeros((1, size, 3))
-    coords[0, :, 0] = 1000 * np.arange(size)
-    for number, (step, members) in enumerate(together.values()):
-        coords[0, members] = [(step * k, 1000 * (number + 1), 0) for k in range(len(members))]
-    return coords
-
-
-def test_contacts_are_matched_by_the_pairs_that_prefer_each_other():
-    """0, 6 and 12 touch, and 1, 2, 8 and 9. Of the first, 0 and 12 have the highest sum of both priorities;
-    of the second, 2 and 8 find each other at once, 1 and 9 in the second round."""
-    coords = spread(14, a=(3, [0, 6, 12]), b=(1, [1, 2, 8, 9]))
-    priority = np.zeros((1, 14, 14))
-    for i, j, value in ((0, 6, 0.9), (0, 12, 0.3), (12, 0, 0.7), (6, 12, 0.2), (2, 8, 0.9), (1, 8, 0.8),
-                        (1, 9, 0.5), (2, 9, 0.4), (3, 13, 5.0), (1, 2, 5.0), (8, 9, 5.0)):
-        priority[0, i, j] = value
-    assert match_contacts(coords, priority)[0].tolist() == [12, 9, 8, 3, 4, 5, 6, 7, 2, 1, 10, 11, 0, 13]
 
 
 def test_paired_world_follows_one_table():

@@ -30,17 +30,6 @@ def test_rows_of_gaps_share_no_weight_with_rows_that_are_nearly_such():
     assert coevolution.row_weights(padded, torch.ones(1, 10)).tolist() == [[0.5, 0.5, 0, 0, 0, 0, 0, 0]]
 
 
-def test_strengths_are_norms_without_what_sites_share():
-    tables = torch.randn(1, 3, 21, 3, 21, generator=torch.Generator().manual_seed(0))
-    tables = tables * (1 - torch.eye(3))[None, :, None, :, None]
-    norm = np.sqrt((tables[0, :, :-1, :, :-1].numpy() ** 2).sum(axis=(1, 3)))
-    mean = norm.sum(axis=1, keepdims=True) / 2
-    rest = (norm - mean * mean.T / (norm.sum() / 6)) * (norm > 0)
-    expected = rest / np.sqrt((rest ** 2).sum() / 6)
-    found = coevolution.strengths(tables, torch.tensor([[[3]]]))
-    assert found[0].numpy() == pytest.approx(expected, abs=1e-4)
-
-
 def test_features_of_one_row_and_under_autocast():
     rows = torch.randint(0, 20, (2, 1, 7), generator=torch.Generator().manual_seed(0))
     found = coevolution.pair_features(rows)

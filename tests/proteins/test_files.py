@@ -109,21 +109,6 @@ def test_missing_residues_differ_between_the_chains_of_1a3a():
     assert "1a3a.pdb" in error and "A (145 residues)" in error and "D (144 residues)" in error
 
 
-def test_the_most_complete_chain_is_chosen_for_a_full_query(tmp_path):
-    chain_a = read_structure(data("pairs/1a3a.pdb"), "A")[0]
-    msa = write(tmp_path / "x.fasta", f">q\n{letters([chain_a.sequence])[0]}\n")
-    protein = load_protein(msa, data("pairs/1a3a.pdb"))
-    assert (protein.name, protein.length, protein.chain) == ("x", 148, "C")
-
-
-def test_query_of_observed_residues_only_maps_across_the_gap(tmp_path):
-    chain, = read_structure(data("nasty/1pko.pdb"))
-    msa = write(tmp_path / "x.a3m", f">q\n{letters([chain.sequence[chain.seen]])[0]}\n")
-    protein = load_protein(msa, data("nasty/1pko.pdb"))
-    np.testing.assert_array_equal(protein.coords, chain.coords[chain.seen])
-    assert protein.length == 124 and len(columns_with_coords(protein.coords)) == 124
-
-
 def test_families_have_the_known_shapes_and_contact_shares(families_dir):
     table = re.findall(r"(?m)^\| (\w+_A) \| PF\d+ [^|]*\|[^|]*\| (\d+) \| (\d+) \([^|]*\| ([\d.]+) \|",
                        data("README.md").read_text())
@@ -316,12 +301,6 @@ def test_point_mutants_pass_and_homologues_do_not(mutations, accepted, tmp_path)
         assert np.isfinite(load_protein(msa, path).coords).all()
     else:
         assert "26 agree, 4 differ" in one_line_error(load_protein, msa, path)
-
-
-def test_unknown_residues_of_the_query_cost_nothing(tmp_path):
-    path = write_model(tmp_path / "x.pdb", *model(2 * SEQUENCE + "TTTTTTTTTT" + SEQUENCE))
-    msa = write(tmp_path / "x.fasta", f">q\n{2 * SEQUENCE}XXXXXXXXXX{SEQUENCE}\n")
-    assert np.isfinite(load_protein(msa, path).coords).all()
 
 
 def test_query_longer_and_shorter_than_the_chain(tmp_path):

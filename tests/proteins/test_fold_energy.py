@@ -143,36 +143,6 @@ def test_crowding_is_of_residues_two_or_more_apart():
     assert e.crowding(points, 3.2)[0].item() == pytest.approx(0.2 ** 2 + 0.7 ** 2, abs=1e-5)
 
 
-@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-3), (torch.float64, 1e-9)])
-def test_pairs_give_the_gradients_of_the_plain_formula(dtype, near):
-    """Forty residues, for which distances come from products of matrices; two of them at one place."""
-    generator = torch.Generator().manual_seed(4)
-    points = 6 * torch.randn(2, 40, 3, generator=generator, dtype=dtype)
-    points[0, 7] = points[0, 3]
-    p = torch.rand(40, 40, len(CENTRES), generator=generator, dtype=dtype).softmax(-1)
-    potential = e.Distances((p + p.transpose(0, 1)) / 2, CENTRES)
-    i, j = torch.triu_indices(40, 40, 1)
-    table, width = potential.table[i, j].double(), float(CENTRES[1] - CENTRES[0])
-
-    def plain(x):
-        d = (x[:, i] - x[:, j]).square().sum(-1).add(1e-24).sqrt()
-        place = ((d - float(CENTRES[0])) / width).clamp(0, len(CENTRES) - 1)
-        low = place.detach().long().clamp(max=len(CENTRES) - 2)
-        left, right = (table.expand(2, -1, -1).gather(2, (low + k)[..., None])[..., 0] for k in (0, 1))
-        crowded = (3.9 - d).relu().square() * (j - i > 1)
-        return (left + (right - left) * (place - low)).sum(-1) + crowded.sum(-1)
-
-    found, expected = points.clone().requires_grad_(), points.double().requires_grad_()
-    energy, wanted = potential(found) + e.crowding(found), plain(expected)
-    torch.testing.assert_close(energy.double(), wanted, rtol=near, atol=near)
-    (energy * torch.tensor([1.0, -2.0])).sum().backward()
-    (wanted * torch.tensor([1.0, -2.0])).sum().backward()
-    apart = torch.ones(2, 40, 1)
-    apart[0, [3, 7]] = 0  # where the direction is anybody's choice
-    error = (found.grad.double() - expected.grad) * apart
-    assert error.abs().max() < 10 * near * expected.grad.abs().max() and found.grad.isfinite().all()
-
-
 def test_whole_chains_have_whole_bonds():
     atoms = chain([(-60, -45)] * 8)[None]
     assert e.peptide_bonds(atoms).item() < 0.1

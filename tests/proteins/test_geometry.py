@@ -94,13 +94,6 @@ def test_rotations_are_rotations_and_their_gradients_true():
     assert torch.autograd.gradcheck(lambda a, b, p: g.backbone(g.rotations(a, b), p), inputs)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_shortest_chains(size):
-    atoms = a_chain(STRAND, size)
-    assert atoms.shape == (size, 5, 3) and atoms.isfinite().all()
-    assert [len(kind) for kind in g.backbone_angles(atoms)] == [size - 1] * 3
-
-
 def test_scaling_finds_points_of_these_distances():
     points = 5 * torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     distances = torch.cdist(points, points).fill_diagonal_(0)

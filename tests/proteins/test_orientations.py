@@ -182,26 +182,19 @@ def test_without_the_flag_nothing_is_added_and_files_of_both_kinds_load(tmp_path
 # --- Real proteins, and training -----------------------------------------------------------------------
 
 def test_real_proteins_give_bins_of_their_crop():
-    atoms = a_fold()[:20, :4].float()
     protein = family(length=20, unseen=[4])
-    protein.backbone = atoms.numpy().copy()
+    protein.backbone = a_fold()[:20, :4].float().numpy()
     protein.backbone[4] = np.nan
-    for extra in (0, 3):
-        source = real([protein], orientations=True, batch_size=1)
-        source.extra = extra
-        batch = source.batch(0)
-        seen = int(batch["coord_mask"][0].argmax())  # residue s of the chain stands at x = s
-        start = int(batch["coords"][0, seen, 0]) - seen
-        expected = bins_of(protein.backbone[start:start + 8, :3])
-        assert torch.equal(batch["orientations"][0], expected) and (expected >= 0).any()
-        padded = real([protein], orientations=True, batch_size=1, seq_len=23)
-        padded.extra = extra
-        bins = padded.batch(0)["orientations"][0]
-        assert bins.shape == (23, 23, 3)
-        assert (bins[20:] == UNKNOWN).all() and (bins[:, 20:] == UNKNOWN).all()
-        assert torch.equal(bins[:20, :20], bins_of(protein.backbone[:, :3]))
-        groups = source.evaluation().values()
-        assert all("orientations" not in batch for group in groups for _, batch in group)
+    source = real([protein], orientations=True, batch_size=1)
+    batch = source.batch(0)
+    seen = int(batch["coord_mask"][0].argmax())  # residue s of the chain stands at x = s
+    start = int(batch["coords"][0, seen, 0]) - seen
+    expected = bins_of(protein.backbone[start:start + 8, :3])
+    assert torch.equal(batch["orientations"][0], expected) and (expected >= 0).any()
+    bins = real([protein], orientations=True, batch_size=1, seq_len=23).batch(0)["orientations"][0]
+    assert (bins[20:] == UNKNOWN).all() and (bins[:, 20:] == UNKNOWN).all()
+    assert torch.equal(bins[:20, :20], bins_of(protein.backbone[:, :3]))
+    assert all("orientations" not in batch for group in source.evaluation().values() for _, batch in group)
 
 
 def chains_of(path):
