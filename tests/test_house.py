@@ -317,17 +317,6 @@ def test_a_profiler_session_attributes_nine_tenths_of_forward_to_sublayers(progr
 
 
 @pytest.mark.slow
-def test_the_study_runs_on_the_second_program(tmp_path):
-    """On the first one: test_performance_study.test_real_study."""
-    flags = "--batch-sizes 2 --num-runs 1 --num-steps 3 --warmup-steps 1 --device cpu --no-plots".split()
-    done = run([ROOT / "launch_performance_study.sh", "--program", SECOND, *flags, "--study-name",
-                tmp_path / "s"], tmp_path)
-    assert done.returncode == 0, done.stderr + done.stdout
-    points = json.loads((tmp_path / "s" / "results_summary.json").read_text())["points"]
-    assert [(point["setting"], point["n"]) for point in points] == [("baseline", 1), ("fused", 1)]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rocprofv3", *(pytest.param(name, marks=pytest.mark.slow) for name in (
     "rocprof_sys", "rocprof_compute"))])
 def test_amd_wrappers_show_their_commands_for_the_second_program(name, tmp_path):

@@ -1,139 +1,116 @@
-"""Runs the points of a study, one after the other, each in a process of its own."""
-import collections
-import concurrent.futures
+"""Runs the points of a study one after the other, each as a --compare-fusion in a process of its own."""
 import contextlib
+import glob
 import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import datetime, timezone
 
 from fusion_lab.measuring.roctx import child_environment
-from fusion_lab.study.results import FIGURES, MALFORMED, in_words, measured
-from fusion_lab.training.files import OUT_OF_MEMORY, UserError, read_json
+from fusion_lab.study.results import append
+from fusion_lab.training.files import UserError, read_json
 
 ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")  # CUDA's errors end with lines of advice
-START_SECONDS, COMPILE_SECONDS = 6, 60  # guesses, until a run of the setting is done
+RUNNING = "running-"  # begins the name of a point's own directory, below the study's, since /tmp may be small
 LONGEST_REASON = 300  # letters
-LONGEST_NAME = 200  # letters of a log's name; most file systems allow 255
 
 
-def run_points(study, results, directory, timeout):
-    """Run the points that are not finished: a line each, and a row in results."""
-    points, done = study.points(), results.finished()
-    todo = [number for number, point in enumerate(points) if point not in done]
-    for position, number in enumerate(todo):
-        point, name = points[number], log_name(number, points[number])
-        row = run_point(study, point, os.path.join(directory, "running", name), timeout,
-                        os.path.join(directory, "logs", f"{name}.txt"))
-        results.append(row)
-        left = seconds_left(study, [points[i] for i in todo[position + 1:]], results.rows.values())
-        place = f"{len(points) - len(todo) + position + 1:{len(str(len(points)))}}/{len(points)}"
-        print(f"[{place}] {point}: {in_words(row)} | left {duration(left)}", flush=True)
+def command_line(program, study, shape):
+    """What a point runs, but for its directory."""
+    return [sys.executable, program.file, *study.flags(shape), "--compare-fusion", "--variants",
+            " ".join(study.settings)]
 
 
-def log_name(number, point):
-    """A name for a point's files, which its number makes its own."""
-    return re.sub(r"[ +]", "_", f"{number + 1}_{point}")[:LONGEST_NAME]
+def unfinished(study, lines):
+    """The points that have yet to run, or to run again since they failed."""
+    return [(run, shape) for run, shape in study.points()
+            if not lines.get((run, study.label(shape)), {}).get("ok")]
 
 
-def run_point(study, point, folder, timeout, log):
-    """The row of one run of the trainer, which works in a folder below the study's own, since /tmp may be
-    small. Of one that fails the output goes into a log."""
-    started = time.monotonic()
-    shutil.rmtree(folder, ignore_errors=True)  # a kill left it
+def run_points(program, study, directory, lines, timeout, stop):
+    """Run the unfinished points until stop.signal: a line in lines and on the screen for each."""
+    todo, count = unfinished(study, lines), len(study.points())
+    for left, (run, shape) in zip(range(len(todo) - 1, -1, -1), todo, strict=True):
+        folder = tempfile.mkdtemp(prefix=RUNNING, dir=directory)
+        line = run_point(program, study, run, shape, folder, timeout, stop)
+        for old in glob.glob(os.path.join(glob.escape(directory), f"{RUNNING}*")):
+            shutil.rmtree(old, ignore_errors=True)  # this one, and what a killed study left
+        if stop.signal:
+            return
+        append(directory, line)
+        lines[run, study.label(shape)] = line
+        print(f"[{count - left}/{count}] run {run} {study.label(shape)}: {in_words(line)}; "
+              f"{time_left(todo[len(todo) - left:], study, lines)}", flush=True)
+
+
+def run_point(program, study, run, shape, folder, timeout, stop):
+    """The line of one point. What was measured before it failed counts."""
+    started, result = time.monotonic(), {}
+    reason = run_comparison(program, study, shape, folder, timeout, stop)
     try:
-        os.makedirs(folder)
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror}") from None
-    code = run_trainer(study.vocabulary.program, study.flags(point.shape, point.setting), folder, timeout)
-    status, reason, figures = outcome(study.vocabulary.program, folder, code, timeout)
-    if status != "ok":
-        keep_log(folder, log)
-    shutil.rmtree(folder, ignore_errors=True)
-    return dict(point.shape.as_dict(), setting=point.setting, run=point.run, status=status, reason=reason,
-                **figures, exit_code=code, seconds=round(time.monotonic() - started, 3),
-                timestamp=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        result = read_json(os.path.join(folder, "results", program.result("fusion_comparison")))
+    except UserError as error:
+        reason = reason or str(error)
+    return dict(shape, run=run, ok=reason is None, reason=reason, seconds=time.monotonic() - started,
+                timestamp=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                system_info=result.get("system_info"), rows=result.get("variants", []))
 
 
-def run_trainer(program, flags, folder, timeout):
-    """Exit code of the trainer, or "timeout"; its output is in stdout.txt and stderr.txt in folder. For tests
-    STUDY_TEST_TRAINER may name another trainer with the same command line."""
-    script = os.environ.get("STUDY_TEST_TRAINER") or program.file
-    command = [sys.executable, script, *flags, "--profile-dir", os.path.join(folder, "results")]
-    with open(os.path.join(folder, "stdout.txt"), "wb") as output, \
-            open(os.path.join(folder, "stderr.txt"), "wb") as errors, \
-            concurrent.futures.ThreadPoolExecutor(1) as thread:
-        # Ctrl-C raises in the main thread alone; there it could lose a process that is just being made
-        started = thread.submit(subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=output,
-                                stderr=errors, env=child_environment(), start_new_session=True)
-        try:
-            return started.result().wait(timeout)
-        except subprocess.TimeoutExpired:
-            return "timeout"
-        finally:
-            process = started.result()
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a zombie
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+def run_comparison(program, study, shape, folder, timeout, stop):
+    """--compare-fusion of all settings at a shape, in a process that works in folder. Returns None, or why
+    it failed. A signal or the time limit ends it; asked first, it ends what it has started."""
+    command = [*command_line(program, study, shape), "--profile-dir", os.path.join(folder, "results")]
+    end = time.monotonic() + timeout
+    with open(os.path.join(folder, "stderr.txt"), "w+", encoding="utf-8", errors="replace") as errors:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                   stderr=errors, env=child_environment(), start_new_session=True)
+        while process.poll() is None and not stop.signal and time.monotonic() < end:
+            time.sleep(0.1)
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.5 if stop.signal else 10)  # whoever pressed Ctrl-C waits for us
+            process.kill()
+            process.wait()
+            return f"not done after {timeout} s"
+        errors.seek(0)
+        return why(process.returncode, errors.read(), program.name)
 
 
-def outcome(program, folder, code, timeout):
-    """(status, reason, figures and machine) of a run that has ended."""
-    nothing = dict.fromkeys((*FIGURES, "system"))
-    if code == 0:
-        try:
-            path = os.path.join(folder, "results", program.result("performance_summary"))
-            return "ok", None, measured(read_json(path))
-        except (UserError, *MALFORMED):
-            return "failed", "ended well but left no readable summary", nothing
-    if code == "timeout":
-        return "timeout", f"not done after {timeout:g} s", nothing
+def why(code, text, name):
+    """None for exit code 0; else the program's own last line without its name, or the last one that names an
+    error, or the last one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [f"exit code {code}"]
     if code == -signal.SIGKILL:
-        return ("out of memory", "killed (SIGKILL), as the kernel does when the host is out of memory",
-                nothing)
-    last = last_words(os.path.join(folder, "stderr.txt"), program.name)
-    status = "out of memory" if OUT_OF_MEMORY.search(last) else "failed"
-    return status, last or f"exit code {code}, nothing on stderr", nothing
-
-
-def last_words(log, trainer):
-    """The last line of a log if it is the trainer's own, without its name; else the last one that names an
-    error, or that is not blank."""
-    with open(log, encoding="utf-8", errors="replace") as file:
-        lines = [line.strip() for line in file.read()[-20000:].splitlines() if line.strip()]
-    if lines and not lines[-1].startswith(trainer):
+        lines = ["killed (SIGKILL), as the kernel does when the host is out of memory"]
+    if not lines[-1].startswith(name):
         lines = [line for line in lines if ERROR_LINE.match(line)] or lines
-    return lines[-1].removeprefix(f"{trainer}: error: ")[:LONGEST_REASON] if lines else ""
+    return lines[-1].removeprefix(f"{name}: error: ")[:LONGEST_REASON] if code else None
 
 
-def keep_log(folder, log):
-    with contextlib.suppress(OSError):  # the row, which must be written, has the reason too
-        os.makedirs(os.path.dirname(log), exist_ok=True)
-        with open(log, "wb") as target:
-            for part in ("stdout.txt", "stderr.txt"):
-                with open(os.path.join(folder, part), "rb") as source:
-                    shutil.copyfileobj(source, target)
+def in_words(line):
+    """"baseline 12.5 ms, fused 1.20x, ultra not measured", and why a point failed."""
+    parts = [line["reason"]] if line["reason"] else []
+    for row in line["rows"]:
+        seconds, faster = row.get("median_batch_time"), row.get("speedup")
+        parts.append(f"{row['name']} " + ("not measured" if not seconds else f"{1e3 * seconds:.1f} ms"
+                                          if row is line["rows"][0] or not faster else f"{faster:.2f}x"))
+    return ", ".join(parts)
 
 
-def seconds_left(study, points, rows):
-    """Estimate for the points yet to run: the mean of the finished runs of their setting, else a guess."""
+def time_left(todo, study, lines):
+    """"about 3 min left" for points that have yet to run: as long as their shape took, or all on average."""
     known = {}
-    for row in rows:
-        known.setdefault(row["setting"], []).append(row["seconds"])
-    total = 0.0
-    for setting, count in collections.Counter(point.setting for point in points).items():
-        guess = START_SECONDS + COMPILE_SECONDS * ("torch-compile" in study.vocabulary.parse(setting))
-        seconds = known.get(setting, [guess])
-        total += count * sum(seconds) / len(seconds)
-    return total
-
-
-def duration(seconds):
-    """Seconds in words: "90 s", "3 min", "2.5 h"."""
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 \
-        else f"{seconds / 3600:.1f} h"
+    for (_, label), line in lines.items():
+        known.setdefault(label, []).append(line["seconds"])
+    every = sum(known.values(), [])
+    if not every:
+        return "how long is known after the first point"
+    left = sum(map(statistics.fmean, (known.get(study.label(shape), every) for _, shape in todo)))
+    return f"about {left:.0f} s left" if left < 100 else f"about {left / 60:.0f} min left"

@@ -1,70 +1,73 @@
-"""From the runs of a study to results_summary.json and results.csv: what each point took, what that says.
+"""From the lines of a study to results_summary.json and results.csv: what each setting took at each shape,
+and what that says.
 
-A point is a setting at one shape, over its runs, as a dict. Times are medians over the runs, memory is MB of
-2**20 bytes; the speed-up and what is saved are against the baseline of that shape.
+Here a point is a setting at one shape, over its runs, as a dict. Times and memory are medians over the runs,
+MB are 2**20 bytes. Steps of all settings alternate within a run, so a run gives one ratio for each pair of
+settings, and what disturbs a whole run cancels out of it.
 """
 import csv
 import io
-import itertools
+from dataclasses import asdict
+from typing import NamedTuple
 
 import numpy as np
 
-from fusion_lab.study.design import Shape
-from fusion_lab.study.results import in_words
-from fusion_lab.study.statistics import CONFIDENCE, Gain, fit_exponent, ratio_interval
+from fusion_lab.measuring.variants import (
+    BASELINE,
+    COMPILED,
+    EVERYTHING,
+    FUSED,
+    GIVEN,
+    ONLY,
+    ULTRA,
+    WITHOUT,
+)
+from fusion_lab.training.files import counted
 
-FORMAT = "tiny_openfold_v2 performance study 1"  # of every program's studies; older files have it too
-MEDIANS = {  # figure of a point: (figure of a run, factor); each is the median over the runs
+# P(|T| < t) = 95% for Student's T; of degrees of freedom in between, the next lower ones count.
+T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 8: 2.306, 10: 2.228, 15: 2.131, 30: 2.042}
+MUCH = 20.0  # percent between two runs of a point, from which on the study says so
+MEDIANS = {  # figure of a point: (figure of a comparison's row, factor)
     "p20_ms": ("p20_batch_time", 1e3), "p80_ms": ("p80_batch_time", 1e3),
     "peak_memory_mb": ("peak_memory_mb", 1), "saved_activation_mb": ("saved_activation_mb", 1),
-    "launches_per_step": ("launches_per_step", 1), "mfu": ("mfu", 1)}
-COLUMNS = ("setting", "n", "n_failed", "median_ms", "p20_ms", "p80_ms", "run_spread_percent",
-           "samples_per_second", "speedup", "speedup_low", "speedup_high", "peak_memory_mb",
-           "memory_reduction_percent", "saved_activation_mb", "launches_per_step", "mfu", "reason")
+    "launches_per_step": ("launches_per_step", 1)}
 
 
-def summarise(study, rows):
-    """The content of results_summary.json, of a study's rows."""
-    by_point, machines = {}, []
-    for row in rows:
-        by_point.setdefault((Shape.of(row, study.axes), row["setting"]), []).append(row)
-        if row["status"] == "ok" and row["system"] not in machines:  # there should be one
-            machines.append(row["system"])
-    points = [summarise_point(shape, setting, by_point[shape, setting])
-              for shape in study.shapes() for setting in study.settings if (shape, setting) in by_point]
-    against_baseline(study, points)
-    return dict(format=FORMAT, confidence=CONFIDENCE, study=study.as_dict(), machine=machines, points=points,
-                scaling=scaling(study, points), ablation=ablation_table(study, points))
+class Gain(NamedTuple):
+    """A factor and its 95% interval; low and high are None for a single run."""
+    factor: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def decided(self):
+        """Whether the interval leaves 1, that is no effect, outside."""
+        return self.low is not None and not self.low <= 1 <= self.high
+
+    def __str__(self):
+        """"1.20x [1.10, 1.30]" """
+        return f"{self.factor:.2f}x" + ("" if self.low is None else f" [{self.low:.2f}, {self.high:.2f}]")
 
 
-def median(values):
-    """The median of those that are there; None where none is."""
-    known = [value for value in values if value is not None]
-    return float(np.median(known)) if known else None
-
-
-def summarise_point(shape, setting, rows):
-    """All runs of a point together, still without a baseline."""
-    good = sorted((row for row in rows if row["status"] == "ok"), key=lambda row: row["run"])
-    reasons = sorted({in_words(row) for row in rows if row["status"] != "ok"})
-    times = [row["median_batch_time"] * 1e3 for row in good]
-    middle, sizes = median(times), shape.as_dict()
-    figures = {}
-    for name, (figure, factor) in MEDIANS.items():
-        figures[name] = median([row[figure] * factor for row in good if row[figure] is not None])
-    known = times and "batch_size" in sizes
-    return dict(
-        sizes, setting=setting, n=len(good), n_failed=len(rows) - len(good),
-        reason="; ".join(reasons) or None, run_medians_ms=times, median_ms=middle, **figures,
-        samples_per_second=sizes["batch_size"] / middle * 1e3 if known else None,
-        run_spread_percent=100 * (max(times) - min(times)) / middle if len(times) > 1 else None)
-
-
-def speedup(base, point):
-    """The Gain of point over base; None where one has no run."""
-    if not base or not point or not base["n"] or not point["n"]:
+def gain(ratios):
+    """The Gain of ratios, one for each run: their geometric mean, and Student's t on logarithms. None without
+    any."""
+    logs = np.log(ratios)
+    if not len(logs):
         return None
-    return ratio_interval(base["run_medians_ms"], point["run_medians_ms"])
+    middle = logs.mean()
+    values = [middle]
+    if len(logs) > 1:
+        half = T[max(df for df in T if df < len(logs))] * logs.std(ddof=1) / len(logs) ** 0.5
+        values += [middle - half, middle + half]
+    return Gain(*map(float, np.exp(values)))
+
+
+def gain_over(point, over):
+    """The Gain of one point over another of the same shape, of the runs that both have; None where either is
+    missing."""
+    before, after = (p["speedups"] if p else {} for p in (over, point))
+    return gain([after[run] / before[run] for run in after if run in before])
 
 
 def gain_of(point):
@@ -72,71 +75,162 @@ def gain_of(point):
     return point["speedup"] and Gain(point["speedup"], point["speedup_low"], point["speedup_high"])
 
 
-def against_baseline(study, points):
-    """Give the points their speed-up and memory reduction over the baseline of their shape, None without."""
-    baselines = {Shape.of(point, study.axes): point for point in points if point["setting"] == "baseline"}
-    for point in points:
-        base = baselines.get(Shape.of(point, study.axes))
-        gain = speedup(base, point) or Gain(None)
-        if point is base and point["n"]:
-            gain = Gain(1.0, 1.0, 1.0)
-        known = base and base["peak_memory_mb"] and point["peak_memory_mb"]
-        less = 100 * (1 - point["peak_memory_mb"] / base["peak_memory_mb"]) if known else None
-        point.update(speedup=gain.factor, speedup_low=gain.low, speedup_high=gain.high,
-                     memory_reduction_percent=less)
+def summarise(study, lines):
+    """The content of results_summary.json, of lines as read_lines() has them."""
+    by_shape, machines, points = {}, [], []
+    for (_, label), line in sorted(lines.items()):
+        by_shape.setdefault(label, []).append(line)
+        if line["system_info"] and line["system_info"] not in machines:  # there should be one
+            machines.append(line["system_info"])
+    for shape in study.shapes():
+        base = None
+        for setting in study.settings if study.label(shape) in by_shape else ():
+            points.append(summarise_point(shape, setting, by_shape[study.label(shape)], base))
+            base = base or points[-1]  # the first setting is the baseline
+    return dict(format="performance study 2", study=asdict(study), machine=machines, points=points,
+                scaling=scaling(study, points), ablation=ablation_table(study, points))
+
+
+def summarise_point(shape, setting, lines, base):
+    """All runs of a setting at a shape together; base: the baseline's point, None for itself."""
+    rows, reasons = {}, []
+    for line in lines:
+        row = next((row for row in line["rows"] if row["name"] == setting), {})
+        if row.get("median_batch_time"):
+            rows[str(line["run"])] = row  # as a key of JSON
+        else:
+            reasons.append(row.get("reason") or line["reason"] or "its comparison has no such row")
+    times = {run: 1e3 * row["median_batch_time"] for run, row in rows.items()}
+    figures = {name: median([row.get(key) for row in rows.values()], factor)
+               for name, (key, factor) in MEDIANS.items()}
+    middle, memory = median(times.values()), figures["peak_memory_mb"]
+    speedups = {run: row["speedup"] if base else 1.0 for run, row in rows.items()
+                if not base or row.get("speedup")}
+    found, before = gain(list(speedups.values())) or Gain(None), base["peak_memory_mb"] if base else memory
+    return dict(
+        shape, setting=setting, n=len(rows), n_failed=len(reasons),
+        reason="; ".join(sorted({*reasons})) or None,
+        median_ms=middle, run_medians_ms=times,
+        run_spread_percent=100 * (max(times.values()) / min(times.values()) - 1) if len(times) > 1 else None,
+        samples_per_second=1e3 * shape["batch_size"] / middle if middle and "batch_size" in shape else None,
+        speedup=found.factor, speedup_low=found.low, speedup_high=found.high, speedups=speedups, **figures,
+        memory_reduction_percent=100 * (1 - memory / before) if memory and before else None)
+
+
+def median(values, factor=1):
+    """The median of those that are there, times factor; None where none is."""
+    known = [factor * value for value in values if value is not None]
+    return float(np.median(known)) if known else None
+
+
+def at_shape(study, points, shape):
+    """{setting: point} of those at a shape."""
+    return {p["setting"]: p for p in points if study.label(p) == study.label(shape)}
 
 
 def scaling(study, points):
-    """Exponents p of cost = c * size**p, of time and memory: per axis, the main one first, setting and other
-    sizes."""
-    fits = []
-    axes = sorted(study.axes, key=lambda axis: axis != study.vocabulary.main_axis)
-    for axis, setting in itertools.product(axes, study.settings):
-        lines = {}
+    """Exponents p of cost = c * size**p, of time and memory, by least squares on logarithms: per axis, the
+    main one first, setting and other sizes."""
+    lines, fits = {}, []
+    for axis in sorted(study.axes, key=lambda axis: axis != study.main_axis):
         for point in points:
-            if point["setting"] == setting and point["n"]:
-                lines.setdefault(Shape.of(point, study.axes).without(axis.field), []).append(point)
-        figures = "median_ms", "peak_memory_mb"
-        for (others, line), figure in itertools.product(sorted(lines.items()), figures):
-            known = [(p[axis.field], p[figure]) for p in line if p[figure]]
+            lines.setdefault((axis, point["setting"], study.label(point, without=[axis])), []).append(point)
+    for (axis, setting, at), line in lines.items():
+        for figure in ("median_ms", "peak_memory_mb"):
+            known = {p[axis]: p[figure] for p in line if p[figure]}
             if len(known) > 1:
-                exponent, error = fit_exponent(*zip(*known, strict=True))
-                fits.append(dict(others.as_dict(), setting=setting, axis=axis.field, figure=figure,
-                                 exponent=exponent, standard_error=error, over=sorted(x for x, _ in known)))
+                exponent = np.polyfit(np.log(list(known)), np.log(list(known.values())), 1)[0]
+                fits.append(dict(setting=setting, axis=axis, at=at, figure=figure, exponent=float(exponent),
+                                 over=list(known)))
     return fits
 
 
 def ablation_table(study, points):
-    """What each switch buys alone, over none, and as the last one, over all but it, at each shape. Empty
-    unless the study has these settings."""
-    whole, entries = frozenset(study.switches), []
-    for shape in study.shapes() if len(whole) > 1 else ():
-        known = {study.vocabulary.parse(point["setting"]): point for point in points
-                 if Shape.of(point, study.axes) == shape}
-        for name in study.switches:
-            none, alone, rest, everything = (
-                known.get(on) for on in (frozenset(), frozenset({name}), whole - {name}, whole))
-            first, last = speedup(none, alone), speedup(rest, everything)
-            if first or last:
-                entries.append(dict(
-                    shape.as_dict(), switch=name, alone=first and first._asdict(),
-                    last=last and last._asdict(), alone_saves_mb=saved(none, alone),
-                    last_saves_mb=saved(rest, everything)))
+    """What each fusion buys alone, over none, and as the last one, over all but it, at each shape; of the
+    settings only-X and without-X."""
+    entries = []
+    switches = dict.fromkeys(name.partition("-")[2] for name in study.settings
+                             if name.startswith((ONLY, WITHOUT)))
+    for shape in study.shapes():
+        known = at_shape(study, points, shape)
+        for switch in switches:
+            alone = gain_over(known.get(f"{ONLY}{switch}"), known.get(BASELINE))
+            last = gain_over(known.get(FUSED), known.get(f"{WITHOUT}{switch}"))
+            if alone or last:
+                entries.append(dict(shape, switch=switch, alone=alone and alone._asdict(),
+                                    last=last and last._asdict()))
     return entries
 
 
-def saved(base, point):
-    """MB that point needs less than base; None where one is unknown."""
-    if not base or not point or None in (base["peak_memory_mb"], point["peak_memory_mb"]):
-        return None
-    return base["peak_memory_mb"] - point["peak_memory_mb"]
-
-
-def as_csv(study, summary):
-    """The text of results.csv: a line a point."""
-    text = io.StringIO()
-    columns = [*(axis.field for axis in study.axes), *COLUMNS]
+def as_csv(summary):
+    """The text of results.csv: a line a point, without figures of single runs."""
+    text, points = io.StringIO(), summary["points"]
+    columns = [key for key, value in points[0].items() if not isinstance(value, dict)] if points else []
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(summary["points"])
+    writer.writerows(points)
     return text.getvalue()
+
+
+# --- What a reader wants to know first ----------------------------------------------------------------------
+
+
+def principal(settings):
+    """The settings that are meant to be fast, which headlines are about; without these, all but the
+    baseline."""
+    return [name for name in settings if name in (FUSED, COMPILED, EVERYTHING, ULTRA, GIVEN)] or [
+        name for name in settings if name != BASELINE]
+
+
+def findings(study, summary):
+    """Sentences: what each setting buys and how sure that is, and what is wrong with the study."""
+    points = summary["points"]
+    places, named = fastest(study, points), principal(study.settings)
+    found = [headline(study, points, name, places) for name in study.settings
+             if name in named or name != BASELINE and (name, True) in places]
+    if missing := [p for p in points if p["n_failed"]]:
+        found.append(f"{len(missing)} of {len(points)} points lack runs; the reasons are in the table.")
+    if len(summary["machine"]) > 1:
+        found.append("The runs come from more than one machine or version.")
+    differing = [p for p in points if (p["run_spread_percent"] or 0) > MUCH]
+    if differing:
+        most = max(differing, key=lambda p: p["run_spread_percent"])
+        times = most["run_medians_ms"].values()
+        found.append(f"Runs differ by more than {MUCH:.0f}% at {len(differing)} of {len(points)} points, "
+                     f"most at {study.label(most)} {most['setting']}: {min(times):.1f} to {max(times):.1f} "
+                     "ms. The machine was busy; speed-ups, which are taken within a run, suffer less.")
+    if any(p["n"] == 2 for p in points):
+        found.append("Two runs make wide intervals; the same command with a larger --num-runs adds some.")
+    return [sentence for sentence in found if sentence]
+
+
+def fastest(study, points):
+    """[(a shape's fastest setting, whether it beats all others beyond noise)]"""
+    places = []
+    for shape in study.shapes():
+        known = [p for p in at_shape(study, points, shape).values() if p["speedup"]]
+        if len(known) > 1:
+            first = max(known, key=lambda p: p["speedup"])
+            gains = [gain_over(first, other) for other in known if other is not first]
+            places.append((first["setting"], all(gain and gain.decided for gain in gains)))
+    return places
+
+
+def headline(study, points, setting, places):
+    """A sentence on a setting's speed-up with its interval, where it is fastest or slower, and on memory."""
+    mine = [p for p in points if p["setting"] == setting and p["speedup"]]
+    runs = set.intersection(*(set(p["speedups"]) for p in mine)) if mine else ()
+    if not runs:
+        return ""
+    # a run gives one mean over the shapes
+    mean = gain([np.exp(np.mean([np.log(p["speedups"][run]) for p in mine])) for run in sorted(runs)])
+    first = [sure for name, sure in places if name == setting]
+    slower = [study.label(p) for p in mine if gain_of(p).decided and p["speedup"] < 1]
+    saved = sorted({round(p["memory_reduction_percent"]) for p in mine
+                    if p["memory_reduction_percent"] is not None})
+    return "; ".join(filter(None, [
+        f"{setting}: {mean} the baseline's speed" + ("" if mean.decided else ", which noise can explain"),
+        f"fastest at {len(first)} of {counted(len(places), 'shape')}, beyond noise at {sum(first)}"
+        if first else "",
+        f"slower than the baseline at {', '.join(slower)}" if slower else "",
+        f"memory saved: {f'{saved[0]} to ' * (len(saved) > 1)}{saved[-1]}%" if saved else ""])) + "."

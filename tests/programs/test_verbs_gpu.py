@@ -142,7 +142,7 @@ def checks():
 def sessions():
     """Profiler session, roofline, a study with its resumption, tiles, contacts, a fold."""
     session, study = "run_pytorch_profiler.py", "launch_performance_study.sh"
-    points = f"{study} --batch-sizes 1 --seq-lens 16 --num-seqs 8 {FEW} --study-name s"
+    points = f"{study} --batch-sizes 1 --seq-lens 16 --num-seqs 8 --num-steps 3 --study-name s"
     block = "-- --num-blocks 1"
     report = tuple(f"p/{name}" for name in ("comprehensive_profiling_report.md", "fusion_analysis.json",
                                             "*.pt.trace.json", "*.png"))
@@ -156,7 +156,7 @@ def sessions():
         Verb("roofline", (f"{session} {SMALL} --profile-steps 2 --profile-dir p --roofline",), report,
              null=(*unknown, "bound", "share")),  # of a sub-layer that stays in a cache
         Verb("study", (f"{points} --num-runs 1 {block}", f"{points} --num-runs 2 {block}"),
-             tuple(f"s/{name}" for name in ("report.html", "results.csv", "results.jsonl", "*.png")),
+             tuple(f"s/{name}" for name in ("report.html", "results.csv", "results.jsonl")),
              result="s/results_summary.json", holds=two_runs_of_each),
         Verb("contacts", ("tiny_openfold_v2.py --contacts query.a3m",), prepare=write_alignment,
              files=tuple(f"contacts/query.{end}" for end in ("rr", "tsv", "npz", "png", "json"))),

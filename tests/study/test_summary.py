@@ -1,121 +1,147 @@
-"""What a study's rows add up to: figures of points, gains, exponents, the table."""
-import json
+"""What a study's lines add up to: figures of points, gains with intervals, exponents, sentences."""
+import csv
+import io
+import itertools
 
+import numpy as np
 import pytest
 
-from fusion_lab.study import summary as summaries
-from fusion_lab.study.design import Shape, Study
-from fusion_lab.study.summary import as_csv, summarise
-from tests.study.study_parts import SHAPE, WORDS, failed, row, small_study, study_of
-from tests.support import ROOT
+from fusion_lab.study import design, summary
+from fusion_lab.study.summary import Gain, as_csv, findings, gain, gain_over, summarise
+
+AXES = dict(batch_size="B", seq_len="S", num_seqs="N")
 
 
-def summarised(study, *rows):
-    """The points of these rows, by setting."""
-    return {point["setting"]: point for point in summarise(study, rows)["points"]}
+def study_of(**values):
+    plain = dict(program="p.py", axes=AXES, sizes=dict(batch_size=[2], seq_len=[32], num_seqs=[8]),
+                 settings=["baseline", "fused"], num_runs=3, num_steps=5, device="cpu",
+                 amp_dtype=None, trainer_flags=[])
+    return design.Study(**(plain | values))
+
+
+def row(name, seconds, speedup=1.0, **figures):
+    return dict(name=name, reason=None, median_batch_time=seconds, p20_batch_time=0.9 * seconds,
+                p80_batch_time=1.2 * seconds, speedup=speedup,
+                **(dict(peak_memory_mb=100.0, saved_activation_mb=5.0, launches_per_step=9) | figures))
+
+
+def lines_of(study, rows_of):
+    """Lines of every point of a study; rows_of(run, shape) are its rows, or why it failed."""
+    found = {}
+    for run, shape in study.points():
+        rows = rows_of(run, shape)
+        reason = rows if isinstance(rows, str) else None
+        machine = dict(gpu_name=None, host_cpu="<CPU>", torch_version="2", git_commit=None)
+        found[run, study.label(shape)] = dict(shape, run=run, reason=reason, system_info=machine,
+                                              rows=[] if reason else rows)
+    return found
+
+
+def points_of(study, rows_of):
+    """{(seq_len, setting): point}"""
+    points = summarise(study, lines_of(study, rows_of))["points"]
+    return {(point["seq_len"], point["setting"]): point for point in points}
+
+
+@pytest.mark.parametrize("df, t", [(1, 12.706), (2, 4.303), (5, 2.571), (7, 2.447), (29, 2.131), (99, 2.042)])
+def test_a_gain_is_the_geometric_mean_with_students_interval(df, t):
+    """Of df + 1 ratios; where the table of t has a gap, the interval is the wider one."""
+    logs = np.random.default_rng(df).normal(0.5, 0.1, df + 1)
+    half = t * logs.std(ddof=1) / (df + 1) ** 0.5
+    assert np.log(gain(np.exp(logs))) == pytest.approx([logs.mean(), logs.mean() - half, logs.mean() + half])
+
+
+def test_one_run_has_no_interval_and_none_no_gain():
+    assert gain([2.0]) == (pytest.approx(2), None, None) and gain([]) is None
+    assert gain([2.0, 2.0]) == pytest.approx((2, 2, 2))
+    assert Gain(1.2, 1.1, 1.3).decided and Gain(0.8, 0.7, 0.9).decided
+    assert not Gain(1.2, 0.9, 1.6).decided and not Gain(2.0).decided
+    assert str(Gain(1.2, 1.1, 1.3)) == "1.20x [1.10, 1.30]" and str(Gain(1.2)) == "1.20x"
+
+
+@pytest.mark.parametrize("runs", [2, 3, 5])
+def test_intervals_cover_what_they_promise(runs):
+    """Whole runs are slower by up to half, which cancels; single settings vary by 3%."""
+    generator, covered = np.random.default_rng(runs), 0
+    for _ in range(1000):
+        machine = generator.uniform(1, 1.5, runs)
+        before, after = (machine * np.exp(0.03 * generator.standard_normal(runs)) for _ in range(2))
+        found = gain(before / after)
+        covered += found.low <= 1 <= found.high
+    assert 0.935 <= covered / 1000 <= 0.965
 
 
 def test_a_point_is_the_median_over_its_runs():
     """Of 40, 20 and 30 ms; a figure that one run lacks is the median of the others."""
-    rows = [row("baseline", 1, 0.040, peak_memory_mb=90.0, mfu=None, saved_activation_mb=3.0),
-            row("baseline", 2, 0.020, peak_memory_mb=70.0, mfu=0.25, saved_activation_mb=9.0),
-            row("baseline", 3, 0.030, peak_memory_mb=60.0, mfu=0.75, saved_activation_mb=4.0),
-            failed("baseline", 4, "failed", "z"), failed("baseline", 5, "failed", "a"),
-            failed("baseline", 6, "failed", "a")]
-    point = summaries.summarise_point(SHAPE, "baseline", rows[::-1])
-    assert point["run_medians_ms"] == pytest.approx([40.0, 20.0, 30.0])
-    assert (point["n"], point["n_failed"], point["reason"]) == (3, 3, "failed: a; failed: z")
-    assert (point["median_ms"], point["p20_ms"], point["p80_ms"]) == pytest.approx((30.0, 28.5, 33.0))
-    assert [point[key] for key in ("peak_memory_mb", "mfu", "saved_activation_mb", "launches_per_step")] == [
-        70.0, 0.5, 4.0, 9]
+    rows = {1: [row("baseline", 0.040, peak_memory_mb=90.0, saved_activation_mb=None)],
+            2: [row("baseline", 0.020, peak_memory_mb=70.0, saved_activation_mb=9.0)],
+            3: [row("baseline", 0.030, peak_memory_mb=60.0, saved_activation_mb=4.0)], 4: "b", 5: "a", 6: "a"}
+    point = points_of(study_of(num_runs=6, settings=["baseline"]), lambda run, _: rows[run])[32, "baseline"]
+    assert point["run_medians_ms"] == {"1": 40.0, "2": 20.0, "3": 30.0}
+    assert (point["n"], point["n_failed"], point["reason"]) == (3, 3, "a; b")
+    assert (point["median_ms"], point["p20_ms"], point["p80_ms"]) == pytest.approx((30.0, 27.0, 36.0))
+    assert (point["peak_memory_mb"], point["saved_activation_mb"], point["launches_per_step"]) == (70, 6.5, 9)
     assert point["samples_per_second"] == pytest.approx(2 / 0.030)
-    assert point["run_spread_percent"] == pytest.approx(100 * 20 / 30)
-    once = summaries.summarise_point(SHAPE, "baseline", rows[:1])
-    assert once["run_spread_percent"] is None and once["reason"] is None
-    never = summaries.summarise_point(SHAPE, "baseline", rows[3:])
-    assert never["n"] == 0
-    assert never["median_ms"] is never["samples_per_second"] is never["peak_memory_mb"] is None
+    assert point["run_spread_percent"] == pytest.approx(100)
 
 
 def test_points_against_their_baseline():
-    found = summarised(small_study(),
-                       *(row("baseline", run, 0.020, peak_memory_mb=100.0) for run in (1, 2)),
-                       *(row("fused", run, 0.010, peak_memory_mb=75.0) for run in (1, 2)),
-                       failed("only-flash-attention", 1, "failed", "x"))
-    gains = ("speedup", "speedup_low", "speedup_high", "memory_reduction_percent")
-    assert [found["baseline"][key] for key in gains] == [1, 1, 1, 0]
-    assert [found["fused"][key] for key in gains] == pytest.approx([2, 2, 2, 25])
-    assert {found["only-flash-attention"][key] for key in gains} == {None}
-    alone = summarised(small_study(), row("fused", 1, 0.010), failed("baseline", 1, "failed", "x"))
-    assert {point[key] for point in alone.values() for key in gains} == {None}
-    unknown = summarised(small_study(), row("baseline", 1, 0.02), row("fused", 1, 0.01, peak_memory_mb=None))
-    assert unknown["fused"]["memory_reduction_percent"] is None and unknown["fused"]["speedup_low"] is None
+    """Speed-ups are those of the runs, whatever their times; a setting without figures has none."""
+    found = points_of(study_of(settings=["baseline", "fused", "compiled"], num_runs=2), lambda run, _: [
+        row("baseline", 0.02 * run), row("fused", 0.01 * run, 2.0, peak_memory_mb=75.0),
+        dict(name="compiled", reason="no compiler", median_batch_time=None)])
+    keys = "speedup", "speedup_low", "speedup_high", "memory_reduction_percent"
+    assert [found[32, "baseline"][key] for key in keys] == [1, 1, 1, 0]
+    assert [found[32, "fused"][key] for key in keys] == pytest.approx([2, 2, 2, 25])
+    assert [found[32, "compiled"][key] for key in keys] == [None] * 4
+    assert found[32, "compiled"]["reason"] == "no compiler" and found[32, "compiled"]["n"] == 0
+
+
+def test_settings_are_compared_run_by_run():
+    """Runs differ in how much both gain, not in the ratio of the two."""
+    points = points_of(study_of(settings=["baseline", "fused", "ultra"]), lambda run, _: [
+        row("baseline", 1.0), row("fused", 1.0, 1.0 * run), row("ultra", 1.0, 1.5 * run)])
+    fused, ultra = points[32, "fused"], points[32, "ultra"]
+    assert gain_over(ultra, fused) == pytest.approx((1.5, 1.5, 1.5))
+    assert not summary.gain_of(fused).decided
+    assert gain_over(ultra, None) is None
 
 
 def test_exponents_are_per_setting_axis_and_other_sizes():
-    """Time goes with S squared, memory with its square root; fused has failed at all lengths but one."""
-    study = study_of((2,), (32, 64), (8, 16), settings=("baseline", "fused"), num_runs=1)
-    rows = [row(setting, 1, (size / 32) ** 2, Shape((2, size, depth), WORDS.axes),
-                peak_memory_mb=(size / 32) ** 0.5)
-            for setting in ("baseline", "fused") for size in (64, 32) for depth in (8, 16)
-            if setting == "baseline" or size == 32]
-    fits = summarise(study, rows)["scaling"]
+    """Time goes with S squared, memory with its square root; fused has figures at one length alone."""
+    study = study_of(sizes=dict(batch_size=[2], seq_len=[32, 64], num_seqs=[8, 16]), num_runs=1)
+    fits = summarise(study, lines_of(study, lambda _, shape: [
+        row(name, (shape["seq_len"] / 32) ** 2, peak_memory_mb=shape["seq_len"] ** 0.5)
+        for name in ("baseline", "fused") if name == "baseline" or shape["seq_len"] == 32]))["scaling"]
     lengths = [fit for fit in fits if fit["axis"] == "seq_len"]
-    assert [(fit["setting"], fit["num_seqs"], fit["figure"], fit["over"]) for fit in lengths] == [
-        ("baseline", depth, figure, [32, 64]) for depth in (8, 16)
+    assert [(fit["setting"], fit["at"], fit["figure"], fit["over"]) for fit in lengths] == [
+        ("baseline", f"B 2 N {depth}", figure, [32, 64]) for depth in (8, 16)
         for figure in ("median_ms", "peak_memory_mb")]
     assert [fit["exponent"] for fit in lengths] == pytest.approx([2.0, 0.5] * 2)
-    assert fits[0]["axis"] == "seq_len" and {fit["axis"] for fit in fits} == {"seq_len", "num_seqs"}
     assert {fit["setting"] for fit in fits if fit["axis"] == "num_seqs"} == {"baseline", "fused"}
 
 
-def test_what_a_switch_buys_alone_and_as_the_last_one():
-    switches = ("qkv-fusion-msa", "flash-attention")
-    names = ["baseline", "only-qkv-fusion-msa", "only-flash-attention", WORDS.name(frozenset(switches))]
-    study = small_study(switches=switches, settings=tuple(names))
-    rows = [row(name, 1, seconds, peak_memory_mb=memory) for name, seconds, memory in zip(
-        names, (0.080, 0.040, 0.020, 0.005), (100.0, 90.0, 70.0, 64.0), strict=True)]
-    first, second = summarise(study, rows)["ablation"]
-    assert [first["switch"], second["switch"]] == [*switches]
-    factors = [entry[kind]["factor"] for entry in (first, second) for kind in ("alone", "last")]
-    assert factors == pytest.approx([2.0, 4.0, 4.0, 8.0])
-    assert [entry[kind] for entry in (first, second) for kind in ("alone_saves_mb", "last_saves_mb")] == [
-        10.0, 6.0, 30.0, 26.0]
-    only, = summarise(study, [rows[0], rows[2]])["ablation"]
-    assert (only["switch"], only["last"], only["last_saves_mb"]) == (switches[1], None, None)
-    assert summarise(small_study(switches=switches[:1]), rows)["ablation"] == []
-    assert summaries.saved(dict(peak_memory_mb=1), dict(peak_memory_mb=None)) is None
+def test_the_csv_has_a_line_for_each_point():
+    study = study_of(sizes=dict(batch_size=[2], seq_len=[32, 64], num_seqs=[8]))
+    rows = [row("baseline", 0.5), row("fused", 0.25, 2.0)]
+    text = as_csv(summarise(study, lines_of(study, lambda *_: rows)))
+    lines = list(csv.DictReader(io.StringIO(text)))
+    assert [(line["seq_len"], line["setting"]) for line in lines] == list(itertools.product(
+        ("32", "64"), ("baseline", "fused")))
+    assert float(lines[1]["median_ms"]) == 250 and float(lines[1]["speedup"]) == pytest.approx(2)
 
 
-def test_a_table_has_a_line_a_point():
-    rows = [*(row("baseline", run, 0.020) for run in (1, 2, 3)), failed("fused", 1, "timeout", "slow, very")]
-    lines = as_csv(small_study(), summarise(small_study(), rows)).removesuffix("\n").split("\n")
-    assert lines[0] == "batch_size,seq_len,num_seqs," + ",".join(summaries.COLUMNS)
-    assert lines[1].startswith("2,32,8,baseline,3,0,20.0,19.0,22")
-    assert lines[1].endswith(",0.0,100.0,1.0,1.0,1.0,40.0,0.0,5.0,9.0,0.5,")
-    assert lines[2].endswith(',"timeout: slow, very"') and len(lines) == 3
+def said(factors, noise, **values):
+    """Sentences on a setting that gains these factors at S 32 and 64, by runs that differ by this noise."""
+    study = study_of(sizes=dict(batch_size=[1], seq_len=[32, 64], num_seqs=[8]), **values)
+    return "\n".join(findings(study, summarise(study, lines_of(study, lambda run, shape: [
+        row("baseline", 1.0), row("fused", 1.0, factors[shape["seq_len"]] * np.exp(noise * (run - 2)))]))))
 
 
-def test_an_older_study_adds_up_to_the_same():
-    """From what each run took to gains and exponents, in the version that measured it."""
-    path = ROOT / "benchmarks" / "results" / "study_h200_2026-11-21" / "results_summary.json"
-    then = json.loads(path.read_text())
-    study = Study.read(then["study"], WORDS)
-    rows = [row(point["setting"], run, ms / 1e3, Shape.of(point, WORDS.axes),
-                peak_memory_mb=point["peak_memory_mb"])
-            for point in then["points"] for run, ms in enumerate(point["run_medians_ms"], 1)]
-    now = summarise(study, rows)
-    for point, before in zip(now["points"], then["points"], strict=True):
-        for key in ("batch_size", "seq_len", "setting", "n", "median_ms", "speedup", "speedup_low",
-                    "speedup_high", "memory_reduction_percent", "samples_per_second"):
-            assert point[key] == pytest.approx(before[key]), key
-    for fit, before in zip(now["scaling"], then["scaling"], strict=True):
-        assert fit == {key: pytest.approx(value) for key, value in before.items()}
-
-
-def test_a_summary_is_json_and_names_every_machine():
-    rows = [row("baseline", 1, 0.020), row("baseline", 2, 0.020), row("fused", 1, 0.020)]
-    assert summarise(small_study(), rows)["machine"] == [rows[0]["system"]]
-    rows[2]["system"] = dict(rows[2]["system"], gpu_name="G")
-    summary = summarise(small_study(), rows)
-    assert len(summary["machine"]) == 2 and json.loads(json.dumps(summary, allow_nan=False)) == summary
+def test_sentences_say_how_sure_they_are():
+    text = said({32: 2.0, 64: 1.0}, 0.01)
+    assert "fused: 1.41x [1.3" in text and "fastest at 1 of 2 shapes, beyond noise at 1" in text
+    assert "1.00x [" in (text := said({32: 1.0, 64: 1.0}, 0.2)) and "which noise can explain" in text
+    assert "which noise can explain" in said({32: 2.0, 64: 2.0}, 0, num_runs=1)
+    assert "slower than the baseline at B 1 S 32 N 8, B 1 S 64 N 8" in said({32: 0.5, 64: 0.5}, 0.01)
+    assert "wide intervals" in said({32: 2.0, 64: 2.0}, 0.01, num_runs=2)
