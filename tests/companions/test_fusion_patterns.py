@@ -1,6 +1,5 @@
 """The laboratory of fusion patterns: what it counts and judges, by hand; kernels for GPUs not here."""
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,13 +52,6 @@ def test_gradients_on_the_limit_are_right():
     assert lab.faults(ways, [torch.randn(4, requires_grad=True)], torch.float32) == {}
 
 
-def test_ways_take_turns_and_each_round_begins_with_another():
-    order = []
-    calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    found = lab.by_turns(calls, CPU, 4)
-    assert "".join(order) == "abcbcacababcbcacab" and found.keys() == {*"abc"}
-
-
 @pytest.mark.parametrize("name", lab.PATTERNS)
 def test_every_way_is_right_on_a_cpu(name):
     pattern = lab.PATTERNS[name]
@@ -84,14 +76,6 @@ def test_a_pattern_as_it_is_measured(monkeypatch):
             assert (way[key] is None) == (way["name"] == "ours")
             if way[key]:
                 assert 0 < way[key][0] <= way[key][1] <= way[key][2]
-
-
-def test_registers_by_hand():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from fusion_lab.kernels.ahead_of_time import resources
-    listing = "\t.vgpr_count:     92\n\t.vgpr_spill_count: 5\n v_mfma_f32 v_mfma_f32"
-    kernel = SimpleNamespace(asm=dict(amdgcn=listing), metadata=SimpleNamespace(shared=1024))
-    assert resources(kernel) == dict(shared=1024, registers=92, spills=5, mma=2)
 
 
 @pytest.mark.slow

@@ -89,21 +89,6 @@ def test_labels_are_the_next_bytes_and_no_logit_sees_a_later_one():
     assert difference[:9].max() == 0 and difference[9:].min() > 0
 
 
-WIDER = dict(hidden_size=64, intermediate_size=128, num_layers=4, num_heads=4, num_kv_heads=2, seq_len=8,
-             vocab_size=256, device="cpu")
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_what_adds_to_the_residual_is_scaled(packed):
-    """Eight layers add to it: each by 8 ** -0.5 of what others write."""
-    torch.manual_seed(0)
-    settings = PROGRAM.settings(**WIDER, enable_qkv_fusion=packed)
-    for block in PROGRAM.model(settings.model, settings.fusion).model.layers:
-        for layer in (block.self_attn.o_proj, block.mlp.down_proj):
-            spread = (8 * layer.weight.shape[1]) ** 0.5 * layer.weight.std().item()
-            assert spread == pytest.approx(1, rel=0.06)
-
-
 # The corpus and its measures
 
 
@@ -320,20 +305,6 @@ def test_compiled_graphed_steps_with_the_pointwise_kernel_are_eager_steps():
         losses.append([trainer.step(to_device(source.batch(n), device)).item() for n in range(5)])
         assert (trainer.graph is not None) == fast
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
-
-
-@pytest.mark.gpu
-def test_attention_stays_fused_behind_the_pointwise_kernel():
-    """A compiled block's forward pass: its two kernels, and none of plain attention's softmax."""
-    device = torch.device("cuda")
-    settings = on_gpu(**POINTWISE, enable_torch_compile=True, enable_master_weights=True)
-    trainer = PROGRAM.trainer(PROGRAM, settings, device)
-    block, angles = trainer.model.model.layers[0], trainer.model.angles.float()
-    x = torch.randn(2, 128, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
-    block(x, angles)
-    names = gpu_kernels(lambda: block(x, angles))
-    for word, count in (("rotary_kernel", 1), ("swiglu_kernel", 1), ("softmax", 0)):
-        assert sum(word in name for name in names) == count, names
 
 
 @pytest.mark.slow
