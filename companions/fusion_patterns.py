@@ -83,70 +83,66 @@ def plain_masked_softmax(q, k, mask):
     return scores.masked_fill(mask[:, None] == 0, float("-inf")).softmax(-1)
 
 
-def far_apart(tensors):
-    """The largest entries of each row differ by more than a rounding: all ways choose the same ones."""
-    tensors[0][:, 7 * torch.arange(1, KEPT + 2)] = 6 + 0.5 * torch.arange(KEPT + 1.0)
-    return tensors
+def far_apart(x):
+    """x, in whose rows the largest entries differ by more than a rounding: all ways choose the same ones."""
+    x[:, 7 * torch.arange(1, KEPT + 2)] = 6 + 0.5 * torch.arange(KEPT + 1.0)
+    return x
 
 
-def keys_missing(tensors):
-    """The last quarter of the keys is not there."""
-    mask = torch.ones_like(tensors[-1])
-    mask[:, -(mask.shape[1] // 4):] = 0
-    return [*tensors[:-1], mask]
+def present(heads, L):
+    """A mask of keys (heads, L), of which the last quarter is not there."""
+    return (torch.arange(L) < L - L // 4).expand(heads, L)
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Operations that could be one. shapes(*sizes): those of its tensors, the last `constants` of which get
-    no gradient. Ways are functions of the tensors."""
+    """Operations that could be one. make(*sizes): its tensors, of which masks get no gradient. Ways are
+    functions of the tensors."""
     title: str
     on_cpu: tuple
     on_gpu: tuple
-    shapes: Callable
+    make: Callable
     plain: Callable
     ours: Callable
     library: Callable | None = None
-    constants: int = 0
-    shape_data: Callable | None = None  # makes of random numbers what the pattern is about
 
 
+normal = torch.randn
 PATTERNS = dict(
     gelu=Pattern(
-        "linear + bias + GELU", (256, 512, 512), (8192, 4096, 4096), lambda m, n, k: [(m, k), (n, k), (n,)],
+        "linear + bias + GELU", (256, 512, 512), (8192, 4096, 4096),
+        lambda m, n, k: [normal(m, k), k ** -0.5 * normal(n, k), normal(n)],
         lambda x, w, b: F.gelu(x @ w.t() + b, approximate="tanh"), lambda *t: kernels.linear_gelu(*t),
         lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh")),
     add_norm=Pattern(
-        "residual + LayerNorm", (1024, 1024), (16384, 4096), lambda r, w: [(r, w), (r, w), (w,), (w,)],
+        "residual + LayerNorm", (1024, 1024), (16384, 4096),
+        lambda r, w: [normal(r, w), normal(r, w), normal(w), normal(w)],
         plain_add_norm, lambda *t: kernels.add_norm(*t), library_add_norm),
     add_rms=Pattern(
-        "residual + RMSNorm", (1024, 1024), (16384, 4096), lambda r, w: [(r, w), (r, w), (w,)],
+        "residual + RMSNorm", (1024, 1024), (16384, 4096),
+        lambda r, w: [normal(r, w), normal(r, w), normal(w)],
         plain_add_norm, lambda *t: kernels.add_norm(*t), library_add_norm),
     wide=Pattern(
-        "LayerNorm of any width", (64, 16384), (4096, 16384), lambda r, w: [(r, w), (w,), (w,)],
-        plain_norm, lambda *t: kernels.wide_layer_norm(*t),
+        "LayerNorm of any width", (64, 16384), (4096, 16384),
+        lambda r, w: [normal(r, w), normal(w), normal(w)], plain_norm, lambda *t: kernels.wide_layer_norm(*t),
         lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS)),
     topk=Pattern(
-        f"softmax + top-{KEPT}", (32, 32000), (512, 131072), lambda r, w: [(r, w)],
-        lambda x: tuple(x.softmax(-1).topk(KEPT)), lambda x: kernels.softmax_topk(x, KEPT),
-        shape_data=far_apart),
+        f"softmax + top-{KEPT}", (32, 32000), (512, 131072), lambda r, w: [far_apart(normal(r, w))],
+        lambda x: tuple(x.softmax(-1).topk(KEPT)), lambda x: kernels.softmax_topk(x, KEPT)),
     scores=Pattern(
         "scores + mask + softmax", (8, 256, 32), (64, 2048, 64),
-        lambda h, n, d: [(h, n, d), (h, n, d), (h, n)], plain_masked_softmax,
-        lambda *t: kernels.masked_softmax(*t), constants=1, shape_data=keys_missing))
+        lambda h, L, d: [normal(h, L, d), normal(h, L, d), present(h, L)],
+        plain_masked_softmax, lambda *t: kernels.masked_softmax(*t)))
 
 
 # --- Right, and how fast --------------------------------------------------------------------------------
 
 
 def tensors_of(pattern, sizes, dtype, device):
-    """Its tensors, random; products of as many as in a row are of size one."""
+    """Its tensors, random."""
     torch.manual_seed(0)
-    made = [torch.randn(shape) * (shape[-1] ** -0.5 if number and len(shape) == 2 else 1.0)
-            for number, shape in enumerate(pattern.shapes(*sizes))]
-    made = pattern.shape_data(made) if pattern.shape_data else made
-    wanted = len(made) - pattern.constants
-    return [t.to(device, dtype).requires_grad_(i < wanted) for i, t in enumerate(made)]
+    return [t.to(device, dtype).requires_grad_() if t.is_floating_point() else t.to(device)
+            for t in pattern.make(*sizes)]
 
 
 def ways_of(pattern, compiled, on_gpu):

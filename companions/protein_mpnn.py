@@ -4,9 +4,9 @@
     python companions/protein_mpnn.py                    # a small first run
     python companions/protein_mpnn.py --compare-fusion   # what a switch buys
 
-It shows that algebra comes before kernels, on a graph with gathers where the Evoformer is dense. A message is
-W3 gelu(W2 gelu(W1 [h_i; e_ij; h_j])). W1 of a concatenation is a sum, and W3 may come after the sum over
-neighbours: half of the arithmetic was never needed. The model is that of Dauparas et al. 2022
+This companion shows that algebra comes before kernels, on a graph with gathers where the Evoformer is dense.
+A message is W3 gelu(W2 gelu(W1 [h_i; e_ij; h_j])). W1 of a concatenation is a sum, and W3 may come after the
+sum over neighbours, so half of the arithmetic was never needed. The model is that of Dauparas et al. 2022
 (doi:10.1126/science.add2187) under its authors' parameter names; its backbones are made here (backbones.py).
 Reading order: first_layer and Messages, fused and plain side by side, then EncLayer, DecLayer, ProteinMPNN.
 
@@ -58,8 +58,8 @@ class MpnnSwitches(Switches):
 
     def idle(self, settings, on_gpu):
         found = super().idle(settings, on_gpu)
-        if self.enable_message_kernel and not (on_gpu and HAS_TRITON):
-            found.append("the message kernel needs a GPU and Triton")
+        if self.enable_message_kernel and not (on_gpu and HAS_TRITON and settings.training.use_amp):
+            found.append("the message kernel needs a GPU, Triton and --use-amp")
         elif self.enable_message_kernel and settings.model.hidden_dim not in CHANNELS:
             found.append(f"the message kernel is for {', '.join(map(str, CHANNELS))} channels")
         return found
@@ -78,7 +78,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from companions import backbones
-from companions.kernels import dispatch
+from fusion_lab.kernels.dispatch import runs
 from fusion_lab.kernels.library.custom_gradients import recomputed, stored
 from fusion_lab.kernels.precision import at_least_float32
 from tiny_openfold.proteins.files import UNKNOWN
@@ -299,7 +299,7 @@ class ProteinMPNN(nn.Module, Model):
                           random=self.config.dropout > 0)
 
     def graph(self, index, attends, h_E, rows):
-        kernel = self.fusion.enable_message_kernel and h_E.shape[-1] in CHANNELS and dispatch.takes(h_E)
+        kernel = self.fusion.enable_message_kernel and h_E.shape[-1] in CHANNELS and runs(h_E)
         return Graph(index, attends, messages.incoming(index, rows) if kernel else None)
 
     def encode(self, X, mask, residue_idx, chain, E_idx=None):

@@ -78,11 +78,12 @@ class LlamaSwitches(Switches):
 
     def idle(self, settings, on_gpu):
         found, width = super().idle(settings, on_gpu), settings.model.hidden_size // settings.model.num_heads
+        kernels_run = on_gpu and HAS_TRITON and settings.training.use_amp
         if self.enable_pointwise_kernel and not (
-                on_gpu and HAS_TRITON and (self.enable_qkv_fusion or self.enable_swiglu_fusion)):
-            found.append("the pointwise kernel needs a GPU, Triton and packed projections "
+                kernels_run and (self.enable_qkv_fusion or self.enable_swiglu_fusion)):
+            found.append("the pointwise kernel needs a GPU, Triton, --use-amp and packed projections "
                          "(--enable-qkv-fusion, --enable-swiglu-fusion)")
-        if self.enable_ultra_block and not (on_gpu and HAS_TRITON and settings.training.use_amp):
+        if self.enable_ultra_block and not kernels_run:
             found.append("the ultra-fused block needs a GPU, Triton and --use-amp")
         elif self.enable_ultra_block and width not in ULTRA_WIDTHS:
             found.append(f"ultra-fused blocks are for heads of {', '.join(map(str, ULTRA_WIDTHS))} channels")
@@ -102,7 +103,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from companions import text, ultra_block
-from companions.kernels import dispatch
 from fusion_lab.kernels.dispatch import runs
 from fusion_lab.kernels.library.attention_choice import causal_kernel
 from fusion_lab.kernels.library.custom_gradients import recomputed
@@ -158,7 +158,7 @@ class FusedQKVAttention(PackedProjections):
 
     def forward(self, x, angles):
         """x (B, S, c)"""
-        if self.fusion.enable_pointwise_kernel and self.packings and dispatch.takes(x):
+        if self.fusion.enable_pointwise_kernel and self.packings and runs(x):
             q, k, v = gated_rotary.rotary(self.qkv_proj(x), angles, *self.heads)
         else:
             q, k, v = (p.unflatten(-1, (-1, self.width)).transpose(1, 2) for p in self.project(x))
@@ -185,7 +185,7 @@ class FusedSwiGLU(PackedProjections):
         self.down_proj = nn.Linear(wide, c, bias=False)
 
     def forward(self, x):
-        if self.fusion.enable_pointwise_kernel and self.packings and dispatch.takes(x):
+        if self.fusion.enable_pointwise_kernel and self.packings and runs(x):
             return self.down_proj(gated_rotary.swiglu(self.gate_up_proj(x)))
         gate, up = self.project(x)
         return self.down_proj(F.silu(gate) * up)

@@ -64,8 +64,8 @@ def test_every_way_is_right_on_a_cpu(name):
 def test_a_pattern_as_it_is_measured(monkeypatch):
     """x (4, 8), weight (6, 8), bias (6,), 440 bytes with the result's; plain code moves the product twice."""
     monkeypatch.setitem(lab.PATTERNS, "p", lab.Pattern(
-        "a product", (4, 6, 8), (1, 1, 1), lambda m, n, k: ((m, k), (n, k), (n,)),
-        lambda x, w, b: x @ w.t() + b, None, torch.nn.functional.linear, constants=1))
+        "a product", (4, 6, 8), (1, 1, 1), lambda *n: [torch.randn(*s) for s in (n[::2], n[1:], n[1:2])],
+        lambda x, w, b: x @ w.t() + b, None, torch.nn.functional.linear))
     found = lab.measure("p", CPU, 2, False)
     assert {key: found[key] for key in ("name", "title", "sizes", "dtype")} == dict(
         name="p", title="a product", sizes=[4, 6, 8], dtype="float32")

@@ -186,8 +186,7 @@ def test_an_evaluation_is_of_every_residue_held_out():
 @pytest.mark.slow
 def test_the_message_kernel_changes_nothing(monkeypatch):
     """Encoder and decoder, forward and all gradients, edges projected together and each by itself."""
-    kernels = pytest.importorskip("companions.kernels.dispatch", reason="this companion was deleted")
-    monkeypatch.setattr(kernels, "takes", lambda edges: True)  # on the CPU, in the interpreter
+    monkeypatch.setattr(mpnn, "runs", lambda edges: True)  # on the CPU, in the interpreter
     plain = PROGRAM.settings(**{**SMALL, "seq_len": 8})
     kernel = plain.having(enable_message_kernel=True)
     batch, found = PROGRAM.data(plain).check_batch(), []

@@ -12,7 +12,6 @@ from tests.support import ROOT, require_shared
 
 pytest.importorskip("companions.kernels", reason="this companion was deleted")
 from companions import text, ultra_block
-from companions.kernels import dispatch
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import gpu_kernels
@@ -221,12 +220,13 @@ def test_one_kernel_a_block_needs_a_gpu_and_says_so(capsys):
 
 def test_the_pointwise_kernel_says_what_it_needs(monkeypatch):
     def idle(on_gpu=True, **switches):
-        return PROGRAM.settings(**SIZES, enable_pointwise_kernel=True, **switches).idle(on_gpu)
+        given = dict(use_amp=True, enable_pointwise_kernel=True)
+        return PROGRAM.settings(**SIZES, **given | switches).idle(on_gpu)
     monkeypatch.setattr(llama, "HAS_TRITON", True)
     assert idle() == idle(enable_qkv_fusion=False) == idle(enable_swiglu_fusion=False) == []
     [said] = idle(enable_qkv_fusion=False, enable_swiglu_fusion=False)
     assert "packed projections" in said
-    assert len(idle(False)) == 1
+    assert len(idle(False)) == len(idle(use_amp=False)) == 1
 
 
 BOTH = {"swiglu", "rotary"}
@@ -251,7 +251,7 @@ def results(**switches):
 def test_the_pointwise_kernel_changes_nothing(variant, monkeypatch):
     gated_rotary = pytest.importorskip("companions.kernels.gated_rotary")  # needs Triton
     called, (switches, expected_calls) = set(), VARIANTS[variant]
-    monkeypatch.setattr(dispatch, "takes", lambda x: True)  # on the CPU, in the interpreter
+    monkeypatch.setattr(llama, "runs", lambda x: True)  # on the CPU, in the interpreter
     for name in BOTH:
         real = getattr(gated_rotary, name)
         monkeypatch.setattr(gated_rotary, name, lambda *given, name=name, real=real: (
@@ -285,7 +285,7 @@ POINTWISE = dict(enable_ultra_block=False, enable_pointwise_kernel=True)
 @pytest.mark.parametrize("values", [
     {}, dict(enable_torch_compile=True), dict(batch_size=1, seq_len=77), dict(
         enable_master_weights=True, enable_torch_compile=True, num_heads=8),
-    dict(use_amp=False, amp_dtype=None, enable_flash_attention=False),
+    dict(enable_flash_attention=False),
     dict(enable_activation_checkpointing=True)], ids=str)
 def test_the_pointwise_kernel_keeps_every_gradient(values):
     settings = on_gpu(**POINTWISE, **values)

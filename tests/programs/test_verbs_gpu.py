@@ -46,8 +46,8 @@ FLOAT32 = ("master weights need --use-amp",
            "Triton kernels need --use-amp: float32 is more exact without them",
            "triton-adamw needs a GPU, Triton, --use-amp and master weights")
 GIVES_WAY = ("triton-attention gives way to the attention that was asked for",)
-UNPACKED = (r"the pointwise kernel needs a GPU, Triton and packed projections \(--enable-qkv-fusion, "
-            r"--enable-swiglu-fusion\)",)
+UNPACKED = (r"the pointwise kernel needs a GPU, Triton, --use-amp and packed projections "
+            r"\(--enable-qkv-fusion, --enable-swiglu-fusion\)",)
 CPU_ALONE = ("CUDA graphs need a GPU", "this device has no TF32", "needs a GPU", "Triton kernels need a GPU",
              "no GPU here, so no ranges for an outer profiler")
 OF_A_CPU = ("first_step_time", "gpu_busy_ms", "busy_ms")  # null there
