@@ -136,7 +136,7 @@ def test_what_cannot_be_used_is_one_line(setup, capsys):
 
 def test_plddt_is_high_where_the_distogram_knows_the_fold(monkeypatch):
     made, asked = SimpleNamespace(atoms=a_fold().float()), []
-    monkeypatch.setattr(folding, "folded", lambda *given: asked.append(given[2:]) or made)
+    monkeypatch.setattr(folding, "folded", lambda *given: asked.append(given[2:5]) or made)
     angles = {name: name for name in BINS}
     found = SimpleNamespace(protein=SimpleNamespace(sequence=SEQUENCE),
                             output=dict(angles, distogram_logits=certain(a_fold(), SEQUENCE).float()))
@@ -206,7 +206,9 @@ def a_page(path, size=24, **changes):
     """(text, atoms, distances)"""
     m, atoms = a_map(size)
     result = dict(residues=size, rows=2, rows_used=2, effective_rows=1.5, plddt=50.0, untested="<few> rows",
-                  trained_on=True, scores=dict(tm_score=0.51, lddt_ca=0.61, rmsd=2.0))
+                  low_confidence=[2, 3], relative=dict(name="<i>", e_value=1e-9, trained=True),
+                  trained_on=True, scores=dict(tm_score=0.51, lddt_ca=0.61, rmsd=2.0), model="m.pt",
+                  command="python <x>")
     fold_pictures.write_page(path, m, atoms, np.linspace(20, 95, size), result | changes)
     return path.read_text(encoding="utf-8"), atoms, m.distances
 
@@ -220,8 +222,10 @@ def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
     assert spread[0] > spread[1] > spread[2] and np.abs(places.mean(axis=0)).max() < 0.01
     tenths = np.frombuffer(base64.b64decode(data["distances"]), np.uint8).reshape(24, 24)
     assert tenths == pytest.approx(10 * distances.clip(0, 25.5), abs=0.51)
+    assert data["low"] == [2, 3] and data["numbers"] == [""] * 24
     assert data["secondary"].count("H") >= 12 and data["sequence"] == SEQUENCE
     assert "DATA NOTES &lt;/script&gt;&lt;b&gt;" in text and text.count("</script>") == 1
+    assert "python &lt;x&gt;" in text and "&lt;i&gt;" in text
     assert not re.search(r"https?://|src=|@import|url\(", text)
 
 
@@ -267,8 +271,9 @@ def test_a_curve_goes_smoothly_through_its_points():
 
 def test_a_page_warns(tmp_path):
     kinds = [re.findall(r'<p class="(\w*)">', a_page(tmp_path / "x.html", **changes)[0]) for changes in (
-        {}, dict(untested="", trained_on=False, scores=None))]
-    assert kinds == [["", "warning", "warning", ""], [""]]
+        {}, dict(untested="", trained_on=False, scores=None, low_confidence=[],
+                 relative=dict(name="a", e_value=1.0, trained=False)))]
+    assert kinds == [["", "warning", "warning", "warning", ""], ["", ""]]
 
 
 def test_the_pages_script_draws_in_node(tmp_path):
@@ -282,19 +287,23 @@ def test_the_pages_script_draws_in_node(tmp_path):
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert found["strokes"] == 2 * 6 * (size - 1) and found["pixels"] == 4 * size ** 2
-        assert found["drawn"] == 5
-        assert found["moved"] is (size > 1) and "predicted" in found["words"] and found["hand"] > 0.99
+        assert found["drawn"] == 7 and {size // 5 * 5 or 1, "N"} <= {*found["numbers"]}
+        assert f"{SEQUENCE[size - 1]}{size}: pLDDT" in found["one"]
+        assert (found["ends"][0] != found["ends"][1]) is (size > 1)
+        assert found["moved"] is (size > 1) and (size == 1 or "predicted" in found["words"])
+        assert found["hand"] > 0.99
 
 
 STAND_IN = """
-const strokes = [], words = {}, handlers = {};
+const strokes = [], words = {}, handlers = {}, numbers = [];
 const pen = new Proxy({}, {get: (own, key) => key in own ? own[key] : (...given) => {
   if (key === "lineTo") strokes.push(given);
+  if (key === "fillText") numbers.push(given[0]);
   if (key === "createImageData") return {data: {set() { pen.set += 4; }}};
 }, set: (own, key, value) => { own[key] = value; return true; }});
 pen.set = 0;
 const element = name => ({clientWidth: 300, getContext: () => pen, style: {}, append() {},
-  setPointerCapture() {},
+  replaceChildren() {}, setPointerCapture() {},
   addEventListener: (kind, act) => { handlers[name + kind] = act; },
   getBoundingClientRect: () => ({left: 0, top: 0, width: 300, height: 300}),
   set textContent(text) { words[name] = text; }});
@@ -313,11 +322,16 @@ const moved = JSON.stringify(strokes.slice(0, count)) !== first;
 handlers.foldkeydown({key: "ArrowLeft", preventDefault() {}});
 handlers.foldwheel({deltaY: 100, preventDefault() {}});
 handlers.mappointermove({clientX: 290, clientY: 10});
+const pair = words.pair;
+handlers.spanpointerenter();  // the last letter of the sequence
+made.shades.value = "chain";
+handlers.shadeschange();
 const [a, b, c] = turn;
 const hand = (a[1] * b[2] - a[2] * b[1]) * c[0] + (a[2] * b[0] - a[0] * b[2]) * c[1]
   + (a[0] * b[1] - a[1] * b[0]) * c[2];
 console.log(JSON.stringify({strokes: count, moved, drawn: Number(document.body.dataset.drawn), hand,
-                            words: words.pair, pixels: pen.set}));
+                            words: pair, one: words.pair, pixels: pen.set, numbers,
+                            ends: [colour(0), colour(size - 1)]}));
 """
 
 

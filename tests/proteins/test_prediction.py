@@ -252,6 +252,25 @@ def test_an_earlier_prediction_is_set_aside_before_the_first_file_is_written(tmp
     assert seen == [set(), {"x.pdb"}] and len(list(tmp_path.iterdir())) == len(prediction.SUFFIXES) + 3
 
 
+def test_positions_count_the_residues_of_the_query(tmp_path, model_file, capsys):
+    """Whatever its row holds: columns where it has a gap are left out, unknown letters are residues."""
+    (tmp_path / "x.fasta").write_text(">other\nMKVWYGHILMTSA\n>q\nM-KX.TUOJ~BZA*\n")
+    flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out", "--query", "q"]
+    assert run("--contacts", tmp_path / "x.fasta", *flags) == 0
+    out = capsys.readouterr().out
+    assert out.count("3 columns") == 1 and "10 residues" in out
+    sequence = "MKXTCXXDEA"
+    lines, pairs = rr_pairs(tmp_path / "out" / "x.rr")
+    assert sequence in lines and {(i, j) for i, j, _ in pairs} == {(1, 7), (1, 8), (1, 9), (1, 10), (2, 8),
+                                                                   (2, 9), (2, 10), (3, 9), (3, 10), (4, 10)}
+    for row in (tmp_path / "out" / "x.tsv").read_text().splitlines()[1:]:
+        i, j, first, second, *_, place_i, place_j = row.split("\t")
+        assert (i, j, first, second) == (place_i, place_j, sequence[int(i) - 1], sequence[int(j) - 1])
+    assert run("--fold", tmp_path / "x.fasta", *flags) == 0
+    atoms = [line for line in (tmp_path / "out" / "x.pdb").read_text().splitlines() if line[12:16] == " CA "]
+    assert [int(line[22:26]) for line in atoms] == [*range(1, 11)] and "UNK" in atoms[2]
+
+
 def test_residues_without_rows_are_named(tmp_path, model_file, capsys):
     rng, rows = np.random.default_rng(0), [SEQUENCE]
     for row in rng.integers(0, 20, (60, len(SEQUENCE))):

@@ -72,6 +72,9 @@ def test_columns_that_few_rows_fill_are_thin():
     msa[1:, 4] = GAP
     depth = Depth.of(msa)
     assert depth.effective == 40 and depth.thin == (3, 4) and "2 of 50 columns" in str(depth)
+    assert depth.uncertain == []  # these are too few
+    msa[1:, 40:45] = GAP
+    assert Depth.of(msa).uncertain == [*range(40, 45)]
 
 
 @pytest.mark.parametrize("effective, residues, words", [

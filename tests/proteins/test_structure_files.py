@@ -32,8 +32,10 @@ def test_what_is_written_is_read_back(tmp_path):
 def test_lines_have_the_formats_columns(tmp_path):
     atoms = -999.5 + 0 * a_fold().numpy()[:2]
     structure_files.write_pdb(tmp_path / "x.pdb", "\u00e9" * 99, "XG", atoms, [7.0, 100.0], ["y" * 99])
-    lines = (tmp_path / "x.pdb").read_text(encoding="ascii").splitlines()
-    assert lines[-1] == "END" and lines[-2].startswith("TER") and all(len(line) <= 80 for line in lines)
+    lines = (tmp_path / "x.pdb").read_text(encoding="utf-8").splitlines()
+    assert f"{'TITLE':10}{60 * chr(0xc9)}" in lines  # a name keeps its letters
+    assert lines[-1] == f"{'END':80}" and lines[-2].startswith("TER")
+    assert all(len(line) <= 80 for line in lines)
     first, *_, last = [line for line in lines if line.startswith("ATOM")]
     assert first[12:16] == " N  " and first[17:20] == "UNK" and first[30:54] == "-999.500" * 3
     assert first[60:66] == "  7.00" and last[60:66] == "100.00"

@@ -15,6 +15,7 @@ from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.training.files import write_text
 from tiny_openfold.proteins import maps
 from tiny_openfold.proteins.geometry import CA
+from tiny_openfold.proteins.relatives import kinship
 from tiny_openfold.proteins.secondary import OTHER, secondary_structure
 
 PAGE = Path(__file__).with_name("fold_page.html")
@@ -53,8 +54,11 @@ def notes(result):
                   f"({result['effective_rows']:.1f} effective); mean pLDDT {result['plddt']:.0f} of 100")]
     if result["untested"]:
         found.append(("warning", f"{result['untested']}: the fold may be wrong throughout"))
-    if result["trained_on"]:
-        found.append(("warning", "The model was trained on a relative of this protein"))
+    if 0 < len(result["low_confidence"]) < result["residues"]:
+        residues = maps.stretches(result["low_confidence"])
+        found.append(("warning", f"Low confidence at residues {residues}: next to no rows tell of them"))
+    if words := kinship(result["relative"]):
+        found.append(("" if result["trained_on"] is False else "warning", words))
     if scores := result.get("scores"):
         found.append(("", f"Against the structure: TM-score {scores['tm_score']:.2f}, lDDT-CA "
                       f"{scores['lddt_ca']:.2f}, RMSD {scores['rmsd']:.1f} Å"))
@@ -66,11 +70,15 @@ def write_page(path, m, atoms, plddt, result):
     tenths = np.clip(np.round(10 * m.distances), 0, 255).astype(np.uint8)
     atoms = atoms.astype(float)
     data = dict(sequence=m.letters, places=turned(atoms[:, CA]).round(2).tolist(),
-                plddt=plddt.round(1).tolist(), secondary=secondary_structure(m.letters, atoms[:, :4]),
+                plddt=plddt.round(1).tolist(), bands=BANDS, numbers=m.numbers, low=result["low_confidence"],
+                secondary=secondary_structure(m.letters, atoms[:, :4]),
                 distances=base64.b64encode(tenths.tobytes()).decode())
     title = html.escape(f"{maps.printable(m.name)}: predicted fold")
     paragraphs = "\n".join(f'<p class="{kind}">{html.escape(words)}</p>' for kind, words in notes(result))
-    parts = dict(TITLE=title, NOTES=paragraphs, DATA=json.dumps(data).replace("<", "\\u003c"))
+    details = (f"<p>Model: {html.escape(maps.printable(result['model'], 300))}. Made by:</p>\n"
+               f"<p><code>{html.escape(result['command'])}</code></p>")
+    parts = dict(TITLE=title, NOTES=paragraphs, DETAILS=details,
+                 DATA=json.dumps(data).replace("<", "\\u003c"))
     page = PAGE.read_text(encoding="utf-8")  # a name may be such a word: what is put in is not searched
     write_text(path, re.sub("|".join(parts), lambda found: parts[found[0]], page))
 

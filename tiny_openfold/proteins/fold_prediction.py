@@ -3,6 +3,7 @@ import time
 from functools import partial
 
 import torch
+from tqdm import tqdm
 
 from fusion_lab.training.files import FAILED, UserError
 from tiny_openfold.proteins import confidence, fold_energy, fold_pictures, folding, structure_files
@@ -38,17 +39,18 @@ def found_fold(centres, seed, found, result):
                                                          atoms=atoms, plddt=plddt)
 
 
-def structure(found, centres, seed, line=(0.0, 1.0), thin=()):
-    """(folding.Fold, pLDDT (L,) numpy) of a prediction.Prediction; thin: residues for which there are next to
-    no rows. Raises UserError where the fold is not finite."""
+def structure(found, centres, seed, line=(0.0, 1.0), uncertain=()):
+    """(folding.Fold, pLDDT (L,) numpy) of a prediction.Prediction; uncertain: residues, from 0, for which
+    there are next to no rows. Raises UserError where the fold is not finite."""
     centres, logits = torch.as_tensor(centres, dtype=torch.float32), found.output["distogram_logits"]
     orientations = {name: found.output[name] for name in BINS if name in found.output}
-    made = folding.folded(logits, centres, found.protein.sequence, seed, orientations or None)
+    with tqdm(total=folding.STEPS, unit="step", disable=None, leave=False) as bar:
+        made = folding.folded(logits, centres, found.protein.sequence, seed, orientations or None, bar.update)
     if not made.atoms.isfinite().all():
         raise UserError("the fold is not finite: nothing is written", code=FAILED)
     anchors = fold_energy.anchor(made.atoms[None], found.protein.sequence)[0]
     expected = confidence.expected_lddt(logits.softmax(-1), centres, anchors)
-    return made, confidence.plddt(expected, *line, thin).numpy()
+    return made, confidence.plddt(expected, *line, uncertain).numpy()
 
 
 def quality(made, sequence):

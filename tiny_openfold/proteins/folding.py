@@ -31,6 +31,7 @@ from tiny_openfold.proteins.geometry import CA, CB, C, N
 TRACES, CHOSEN = 16, 4        # starts; of which so many are folded on, each with its mirror image
 DIMENSIONS = 5
 TRACE_STEPS, FOLD_STEPS = 300, 450
+STEPS = 2 * (TRACE_STEPS + FOLD_STEPS)  # of both halves
 PAIRS_AT_ONCE = 400_000       # residue pairs of all starts; long chains have fewer starts
 DISTANCE_WEIGHT = 20.0        # kT for each residue, shared by all of its pairs
 ORIENTATION_WEIGHT = 20.0  # the same, of omega, theta and phi
@@ -51,15 +52,15 @@ class Fold:
     gap: float               # kT for each residue by which the best of the other hand is worse
 
 
-def folded(logits, centres, sequence, seed=0, orientations=None):
+def folded(logits, centres, sequence, seed=0, orientations=None, told=lambda: None):
     """Fold of a distogram: logits (L, L, bins), centres (bins,) Å, sequence of L letters, and where a model
     gives them orientations, logits {name: (L, L, bins)} as in orientations.py. An operation has one thread,
     as tensors are small; two halves of the starts run side by side. They are apart on one core, too, so that
-    a seed is one fold on any number of cores."""
+    a seed is one fold on any number of cores. told() is called after each of STEPS steps at most."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _folded(logits, centres, sequence, torch.Generator().manual_seed(seed), orientations)
+        return _folded(logits, centres, sequence, torch.Generator().manual_seed(seed), orientations, told)
     finally:
         torch.set_num_threads(threads)
 
@@ -81,7 +82,7 @@ def by_halves(work, batch):
     return [beside.result(), found]
 
 
-def _folded(logits, centres, sequence, generator, orientations):
+def _folded(logits, centres, sequence, generator, orientations, told):
     probability = logits.float().softmax(-1)
     potential = Distances(probability, centres)
     size = len(sequence)
@@ -89,14 +90,15 @@ def _folded(logits, centres, sequence, generator, orientations):
     if size < LEAST:
         traces = torch.randn(2, size, 3, generator=generator)
     else:
-        halves = by_halves(partial(fold_traces, potential), spread(probability, centres, starts, generator))
+        halves = by_halves(partial(fold_traces, potential, told=told),
+                           spread(probability, centres, starts, generator))
         traces, energy = (torch.cat(both) for both in zip(*halves, strict=True))
         traces = traces[energy.argsort()[:min(CHOSEN, max(starts // 2, 1))]]
     images = torch.cat([traces, traces * torch.tensor([1.0, 1.0, -1.0])])
     if orientations is not None:
         orientations = Orientations({name: one.float().softmax(-1) for name, one in orientations.items()})
     atoms = torch.cat(by_halves(
-        partial(fold_frames, potential, sequence=sequence, orientations=orientations), images))
+        partial(fold_frames, potential, sequence=sequence, orientations=orientations, told=told), images))
     return best_of(potential, atoms, sequence, orientations)
 
 
@@ -110,7 +112,7 @@ def spread(probability, centres, starts, generator):
     return scaled + 2.0 * torch.randn(starts, len(distances), DIMENSIONS, generator=generator)
 
 
-def fold_traces(potential, points):
+def fold_traces(potential, points, told=lambda: None):
     """(traces (B, L, 3), kT for each residue (B,)): points (B, L, DIMENSIONS) moved down the potential; the
     dimensions behind the third are pressed flat in the middle third of the steps."""
     points = points.clone().requires_grad_()
@@ -125,6 +127,7 @@ def fold_traces(potential, points):
             optimizer.zero_grad()
             energy.sum().backward()
             optimizer.step()
+            told()
     return points.detach()[..., :3], energy.detach()
 
 
@@ -157,7 +160,7 @@ def frames_along(trace):
     return rotation, trace - rotation @ geometry.ideal_residue(trace.dtype)[3]
 
 
-def fold_frames(potential, traces, sequence, orientations=None):
+def fold_frames(potential, traces, sequence, orientations=None, told=lambda: None):
     """Atoms (B, L, 5, 3) of chains that start along the traces (B, L, 3)."""
     rotation, place = frames_along(traces)
     axes = rotation[..., :2].transpose(-1, -2).contiguous().requires_grad_()  # two vectors, made a rotation
@@ -179,6 +182,7 @@ def fold_frames(potential, traces, sequence, orientations=None):
         optimizer.zero_grad()
         sum(costs.values()).sum().backward()
         optimizer.step()
+        told()
     with torch.no_grad():
         return geometry.backbone(geometry.rotations(axes[..., 0, :], axes[..., 1, :]), place)
 

@@ -83,6 +83,12 @@ def runs(flags):
     return [(int(first), int(end) - 1) for first, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
+def stretches(numbers):
+    """[1, 2, 3, 8] -> "1-3, 8" """
+    edges = runs(np.isin(np.arange(max(numbers) + 1), numbers))
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in edges)
+
+
 def write_picture(path, m):
     """Contacts, true and predicted, and distances beside them, as PNG."""
     require_matplotlib()

@@ -38,7 +38,7 @@ from tiny_openfold.proteins.contacts import (
 from tiny_openfold.proteins.coordinates import require_coordinates
 from tiny_openfold.proteins.options import OF_PREDICTIONS
 from tiny_openfold.proteins.orientations import BINS
-from tiny_openfold.proteins.relatives import Depth, relative, require_protein
+from tiny_openfold.proteins.relatives import Depth, kinship, relative, require_protein
 from tiny_openfold.proteins.yardsticks import some_rows
 
 MODEL = os.path.join(ROOT, "tiny_openfold", "models", "families.pt")  # what is used without --resume
@@ -215,8 +215,9 @@ class Predictor:
             mode=self.mode, name=protein.name, residues=protein.length, rows=len(protein.msa), rows_used=rows,
             extra_rows_used=batch["extra_msa"].shape[1] if "extra_msa" in batch else 0,
             effective_rows=depth.effective, coverage=depth.coverage, untested=depth.untested,
-            low_confidence=[residue + 1 for residue in depth.thin], trained_on=kin["trained"], relative=kin,
-            model=self.path, command=self.command(path), model_config=asdict(config),
+            columns_left_out=protein.left_out, low_confidence=[residue + 1 for residue in depth.uncertain],
+            trained_on=kin["trained"], relative=kin, model=self.path, command=self.command(path),
+            model_config=asdict(config),
             card={key: value for key, value in self.card.items() if key != "sequences"})
         stem = os.path.join(self.directory, protein.name)
         return finish(stem, result, *work(Prediction(protein, output, seconds), result))
@@ -236,28 +237,15 @@ def judge(protein, batch, card):
     UserError."""
     depth = Depth.of(batch["extra_msa" if "extra_msa" in batch else "msa_tokens"][0].numpy())
     print(f"Alignment: {depth}")
-    if depth.thin and len(depth.thin) < depth.residues:
-        print(f"Low confidence, for want of rows, at residues {stretches(depth.thin)}")
+    if 0 < len(uncertain := depth.uncertain) < depth.residues:
+        print(f"Low confidence, for want of rows, at residues {maps.stretches([i + 1 for i in uncertain])}")
     if depth.untested:
         print(f"warning: {depth.untested}: the map may be wrong throughout, however high its probabilities",
               file=sys.stderr)
     kin = relative(protein.msa, protein.name, card)
-    if kin["trained"]:
-        which = ("a family of this name" if kin["e_value"] is None else
-                 f"a relative, {printable(kin['name'])} (E-value {kin['e_value']:.0e})")
-        print(f"The model was trained on {which}: how good it is here says nothing of other families")
-    elif kin["trained"] is None:
-        print("Whether the model was trained on a relative cannot be told: its file names families without "
-              "their sequences")
+    if kin["trained"] is not False:
+        print(kinship(kin))
     return depth, kin
-
-
-def stretches(residues):
-    """(0, 1, 2, 7) -> "1-3, 8": positions from 0 as people count them."""
-    flags = np.zeros(max(residues) + 1, bool)
-    flags[list(residues)] = True
-    return ", ".join(f"{first + 1}-{last + 1}" if last > first else f"{first + 1}"
-                     for first, last in maps.runs(flags))
 
 
 def model_input(protein, config, rows, seed):

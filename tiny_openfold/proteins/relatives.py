@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion_lab.training.files import UserError
+from fusion_lab.training.files import UserError, printable
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, TOKENS, UNKNOWN
+from tiny_openfold.proteins.maps import runs
 from tiny_openfold.proteins.yardsticks import sequence_weights, some_rows
 
 BASES = [AMINO_ACIDS.index(letter) for letter in "ACGT"]  # U is read as C, see files.py
 NUCLEIC, ENOUGH = 0.95, 10  # share of letters that are bases or N; of fewer letters nobody can say
 KNOWN = 0.5                 # share of the query whose amino acids must be known
 LEAST_ROWS = 30             # effective ones; a column that fewer fill says next to nothing
+STRETCH = 5                 # such columns side by side, at least, for which confidence was too high
 TESTED_ROWS = 100           # effective ones; with fewer the shipped model was not tested (models/README.md)
 TESTED_LENGTHS = (40, 409)  # residues of the chains that it was tested on
 
@@ -74,6 +76,13 @@ class Depth:
                 if 0 < len(self.thin) < self.residues else "")
         return (f"{self.effective:.1f} effective rows of {self.rows} (at 80% identity), coverage "
                 f"{100 * self.coverage:.0f}%{thin}")
+
+    @property
+    def uncertain(self):
+        """Residues, from 0, of stretches of thin ones."""
+        flags = np.isin(np.arange(self.residues), self.thin)
+        return [residue for first, last in runs(flags) if last - first + 1 >= STRETCH
+                for residue in range(first, last + 1)]
 
     @property
     def untested(self):
@@ -190,3 +199,16 @@ def relative(msa, name, card):
     if name in set(names) - set(sequences):
         return dict(name=name, e_value=None, trained=True)
     return dict(name=found, e_value=e_value, trained=None if set(names) - set(sequences) else False)
+
+
+def kinship(found):
+    """What relative() found, in words; "" where there is nothing to tell."""
+    name, e_value, trained = (found[key] for key in ("name", "e_value", "trained"))
+    nearest = f"{printable(name)} (E-value {e_value:.0e})" if e_value is not None else ""
+    if trained:
+        which = f"a relative, {nearest}" if nearest else "a family of this name"
+        return f"The model was trained on {which}: how good it is here says nothing of other families"
+    if trained is None:
+        return ("Whether the model was trained on a relative cannot be told: its file names families without "
+                "their sequences")
+    return f"The nearest family that the model was trained on is no relative: {nearest}" if nearest else ""

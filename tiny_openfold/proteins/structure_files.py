@@ -15,8 +15,8 @@ CODES = dict(zip(AMINO_ACIDS, ("ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN 
 
 
 def plain(text, longest):
-    """What every reader of these files takes."""
-    return re.sub(r"[^A-Za-z0-9_.,:;()/+ -]", "_", text)[:longest]
+    """What every reader of these files takes: letters of any script, and no control characters."""
+    return re.sub(r"[^\w.,:;()/+ -]", "_", text)[:longest]
 
 
 def write_pdb(path, name, sequence, atoms, plddt, remarks=()):
@@ -34,4 +34,4 @@ def write_pdb(path, name, sequence, atoms, plddt, remarks=()):
                 lines.append(f"ATOM  {serial:5d}  {atom:<3} {residue} A{number:4d}    {x:8.3f}{y:8.3f}"
                              f"{z:8.3f}{1:6.2f}{plddt[number - 1]:6.2f}          {atom[0]:>2}")
     lines.append(f"TER   {serial + 1:5d}      {residue} A{number:4d}")
-    write_text(path, "\n".join([*lines, "END", ""]))
+    write_text(path, "\n".join([*lines, f"{'END':80}", ""]))
