@@ -19,7 +19,3 @@ def test_the_diagram_is_of_this_model():
         assert layer in words or layer.split("_")[-1] in words, layer  # pairs share a box
     assert {int(number) for number in re.findall(r"\b(\d+)\b", " ".join(
         text for text in texts if "Alg." in text))} == {6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
-
-
-def test_it_is_readable_in_the_dark():
-    assert "prefers-color-scheme:dark" in PAGE.read_text()
