@@ -58,18 +58,17 @@ def assemble(rng, msa, coords, coord_mask, seq_mask=None, row_mask=None, extra=N
     return {key: torch.from_numpy(np.ascontiguousarray(a)) for key, a in arrays.items() if a is not None}
 
 
-def extra_rows(settings):
-    """How many alignment rows a model reads beside those of its MSA representation; 0: none."""
-    return settings.training.extra_seqs if settings.model.coevolution != "none" else 0
-
-
 class Proteins(Data):
     """What all proteins have in common."""
     chooses = True  # by validation families
 
     def __init__(self, settings):
         self.settings, self.config, self.training = settings, settings.model, settings.training
-        self.extra = extra_rows(settings)
+        # Alignment rows that a model reads beside those of its MSA representation; 0: none.
+        self.extra = self.training.extra_seqs if self.config.coevolution != "none" else 0
+
+    def batch(self, step):
+        return self.part(step, 0, 1)
 
     def check_batch(self):
         """A synthetic batch whose last sample lacks its last residues and rows."""
@@ -121,9 +120,6 @@ class SyntheticProteins(Proteins):
         return assemble(rng, msa[:, :self.config.num_seqs], fold.coords, fold.known, clean=clean, part=part,
                         extra=msa[:, :self.extra] if self.extra else None,
                         backbone=fold.backbone if self.config.orientations else None)
-
-    def batch(self, step):
-        return self.part(step, 0, 1)
 
     def part(self, step, rank, size):
         """The samples of one of `size` ranks, which together have those of batch(step)."""
@@ -186,15 +182,12 @@ class NaturalProteins(SyntheticProteins):
         return natural_alignments(generator, coords.to(self.device), rows).cpu()
 
     def evaluation(self):
-        for key, indices in (("training", self.TRAINED_ON), ("held_out", self.HELD_OUT)):
-            if key not in self.kept:  # all of a group at once
-                self.kept[key] = list(zip(indices, self.split(self.make(indices, clean=True)), strict=True))
-        return {key: ((f"synthetic-{i}", dict(batch)) for i, batch in proteins)
-                for key, proteins in self.kept.items()}
-
-    def split(self, batch):
-        """A batch -> batches of one."""
-        return [{key: value[i:i + 1] for key, value in batch.items()} for i in range(len(batch["coords"]))]
+        def one_by_one(indices):
+            if indices not in self.kept:
+                self.kept[indices] = self.make(indices, clean=True)  # all of a group at once
+            for k, i in enumerate(indices):
+                yield f"synthetic-{i}", {key: value[k:k + 1] for key, value in self.kept[indices].items()}
+        return dict(training=one_by_one(self.TRAINED_ON), held_out=one_by_one(self.HELD_OUT))
 
 
 def held_out_of(names, training):
@@ -273,9 +266,6 @@ class RealProteins(Proteins):
         if self.config.orientations:
             sample["backbone"] = padded(family.backbone[crop, :3], (seq_len, 3, 3), np.nan)  # N, CA, C
         return sample
-
-    def batch(self, step):
-        return self.part(step, 0, 1)
 
     def part(self, step, rank, size):
         """As SyntheticProteins.part; what is drawn for a sample depends on those before it."""
