@@ -19,19 +19,16 @@ class OpCounter(TorchDispatchMode):
 
     `peak` is the largest sum of storages that were made under the mode and alive at once; memory that a
     kernel takes and frees within itself is not seen. `timeline` holds (operation number, live bytes).
-    `operations` is equal for two runs of the same operations on tensors of the same form.
     """
     ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
     def __init__(self):
         super().__init__()
-        self.launches = self.live = self.peak = self.operations = 0
+        self.launches = self.live = self.peak = 0
         self.timeline, self.known = [], set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-        self.operations = hash((self.operations, func, *map(form, leaves)))
         if not is_view(func) and func.overloadpacket.__name__ not in self.ALLOCATIONS:
             self.launches += 1
         if not any(returned.alias_info for returned in func._schema.returns):  # views, in-place: nothing new
@@ -53,14 +50,6 @@ class OpCounter(TorchDispatchMode):
     def forget(self, key, size):
         self.known.discard(key)
         self.live -= size
-
-
-def form(value):
-    """An argument of an operation, of a tensor all but its content."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.stride()
-    # as text, because numbers such as -1 and -2, 1 and True have the same hash
-    return repr(value) if isinstance(value, (int, float, str, torch.dtype)) else type(value)
 
 
 @contextlib.contextmanager

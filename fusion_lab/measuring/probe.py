@@ -27,7 +27,6 @@ class Findings:
     first_step_time: float | None = None  # s, compilation included
     peak_memory_mb: float | None = None  # of a step by itself, where somebody measured that
     graph_kernels: int | None = None  # that a replay of the step's graph runs
-    operations: int | None = None   # equal where the same operations run, on a CPU
     launches_by_range: dict | None = None  # by (sub-layer or "rest", direction or phase), on a CPU
 
     @property
@@ -67,7 +66,7 @@ def count_a_step(trainer, batch, found):
     with OpCounter() as counter, contextlib.ExitStack() as forward:
         found.saved = forward.enter_context(counting_saved(model, model.sublayers()))
         trainer.step(batch, forward.close)  # which is called first after the forward pass
-    found.launches, found.timeline, found.operations = counter.launches, counter.timeline, counter.operations
+    found.launches, found.timeline = counter.launches, counter.timeline
     found.peak = counter.peak + sum(t.nbytes for t in held)
     if trainer.settings.profiler.enable_pytorch_profiler:
         found.launches_by_range = launches_by_range(trainer, batch)

@@ -224,24 +224,6 @@ class StopRequest:
         self.restore()
 
 
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM came; no Exception, which whatever runs might take for a failure of its own."""
-
-
-@contextlib.contextmanager
-def interruptible():
-    """Within, SIGINT and SIGTERM raise Interrupted(number): for work of which every finished part is kept."""
-    def interrupt(number, _frame):
-        raise Interrupted(number)
-
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 # --- The end of a program -----------------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 """The command line of a program, made of its configs' fields. Needs no torch."""
 import argparse
-import contextlib
 import os
 import re
 import sys
@@ -65,14 +64,6 @@ def whole_number(low=1):
             raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least {low}")
         return int(text)
     return convert
-
-
-def seconds(text):
-    """For argparse: a number above 0."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
 
 
 def whole_numbers(text):

@@ -38,7 +38,7 @@ def second(**values):
 
 class Counting:
     """An OpCounter that has seen 1000 bytes alive at once."""
-    launches, peak, timeline, operations = 11, 1000, [(1, 2)], 77
+    launches, peak, timeline = 11, 1000, [(1, 2)]
 
     def __enter__(self):
         return self
@@ -54,7 +54,7 @@ def test_peak_of_a_probe_is_what_lives_within_and_what_was_there_before(monkeypa
     monkeypatch.setattr(probe_module, "OpCounter", Counting)
     found = probe(trainer, batch)
     assert found.peak == 1000 + 4 * (3 * 1112 + 9 + 48)
-    assert (found.launches, found.timeline, found.operations) == (11, [(1, 2)], 77)
+    assert (found.launches, found.timeline) == (11, [(1, 2)])
     assert found.flops == 3 * 4 * 2 * 3 * 8 * 32
     assert probe(*second(ema_decay=0.9)).peak == found.peak + 4 * 1112
     amp, batch = second(use_amp=True, amp_dtype="bfloat16")
@@ -71,8 +71,6 @@ def test_the_first_step_is_counted_as_those_after_it():
     step = trainer.step
     trainer.step = lambda given, mark=int: (step(given, mark), trainer.forward(given))  # saved too late
     assert probe(trainer, batch).saved == first.saved
-    half, batch = second(use_amp=True, amp_dtype="float16")
-    assert probe(half, batch).operations == probe(half, batch).operations
 
 
 def made_up(device, graph=None, state=None, compiled=False):

@@ -12,7 +12,6 @@ from fusion_lab.training.flags import (
     parse,
     read_settings,
     regular_expression,
-    seconds,
     whole_number,
     whole_numbers,
     with_demo,
@@ -110,7 +109,6 @@ def test_another_program_is_the_one_that_is_named():
 @pytest.mark.parametrize("convert, taken, refused", [
     (whole_number(), {"1": 1, "12": 12}, ("0", "-1", "1.5", "\u0663", "")),
     (whole_number(0), {"0": 0}, ("-1",)),
-    (seconds, {"0.5": 0.5, "1e3": 1000.0}, ("0", "-1", "inf", "nan", "x")),
     (whole_numbers, {"32 64": [32, 64], "32,64": [32, 64], "7": [7]}, ("", " ", "1 x", "0")),
     (regular_expression, {"a|b$": "a|b$"}, ("(",))])
 def test_what_converters_take(convert, taken, refused):
