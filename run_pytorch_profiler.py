@@ -54,10 +54,11 @@ def sessions(program, settings, arguments):
     choose_device(settings.training.device)
     directory = results_directory(arguments, settings.profiler)
     options = dict(train=train, roofline=arguments.roofline)
+    rounds = getattr(arguments, "num_steps", None)
     if arguments.ablation:
-        result = ablation(program, settings, directory, **options)
+        result = ablation(program, settings, directory, rounds, **options)
     elif arguments.compare_v1:
-        result = compare_v1(program, settings, directory, **options)
+        result = compare_v1(program, settings, directory, rounds, **options)
     else:
         result = run_session(program, settings, directory, **options, earlier=earlier)
     return result, os.path.join(directory, RESULT_FILES[result["mode"]])

@@ -41,7 +41,7 @@ def probe(trainer, batch, count_launches=True):
     found = Findings({}, sum(flops_by_sublayer(trainer.program, trainer.settings, batch).values()))
     if not trainer.optimizer.state:
         trainer.step(batch)
-    if not on_gpu and not trainer.settings.fusion.enable_torch_compile:
+    if operations_are_seen(trainer):
         count_a_step(trainer, batch, found)
         return found
     found.saved = saved_activations(model, model.sublayers(),
@@ -55,6 +55,11 @@ def probe(trainer, batch, count_launches=True):
             print(f"Launches of a step: the profiler recorded {recorded} of {found.graph_kernels or 'its'} "
                   f"kernels. {GRAPHS if recorded else BLIND}")
     return found
+
+
+def operations_are_seen(trainer):
+    """Whether a mode sees a step's operations: those of a CPU, where no compiled code hides them."""
+    return trainer.device.type == "cpu" and not trainer.settings.fusion.enable_torch_compile
 
 
 def count_a_step(trainer, batch, found):
@@ -82,11 +87,6 @@ def launches_by_range(trainer, batch):
             timer.start()
             trainer.step(batch, timer.mark)
     return {place_of(name): count for name, count in sums.sums.items()}
-
-
-def counts_its_first_step(trainer):
-    """Whether a step's operations can be counted while it runs; compiled code dispatches none."""
-    return trainer.device.type == "cpu" and not trainer.settings.fusion.enable_torch_compile
 
 
 def warm_up(trainer, source, stop=None):

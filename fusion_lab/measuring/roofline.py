@@ -9,7 +9,6 @@ from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.tables import cell
 from fusion_lab.training.machine import MEGABYTE
 
-AT_FAULT = "a fault of the bound"  # whatever is said to be faster than its bound
 FASTER = "faster than the ceilings: it stays in a cache, or the machine was busy when they were measured"
 TRIES = 2  # at ceilings that no sub-layer beats
 

@@ -31,7 +31,7 @@ def make_parser(program):
     sorts.add_argument("--baseline", action="store_true",
                        help="one session with nothing fused (default: off)")
     sorts.add_argument("--ablation", action="store_true", help="baseline, each fusion that is on by default "
-                       "alone, each left out, all: --num-steps interleaved steps, then a session of each "
+                       "alone, each left out, all: compared as by --compare-fusion, then a session of each "
                        "(default: off)")
     sorts.add_argument("--compare-v1", action="store_true",
                        help="a session of the baseline and one as given, compared (default: off)")

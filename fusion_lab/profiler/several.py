@@ -1,6 +1,7 @@
 """Several sessions: of every fusion alone and left out, or of the baseline (V1) and the given switches."""
 import contextlib
 import os
+import sys
 
 from fusion_lab.measuring.compare import compare, release
 from fusion_lab.measuring.comparison_table import below, table
@@ -19,7 +20,7 @@ from fusion_lab.measuring.variants import (
 from fusion_lab.profiler.plots import plot_ablation
 from fusion_lab.profiler.report import comparison_lines, interleaved_line, sizes_text, write_lines
 from fusion_lab.profiler.session import run_session
-from fusion_lab.training.files import finite, write_json
+from fusion_lab.training.files import StopRequest, UserError, finite, write_json
 
 SUMMARY, COMPARISON, V1_COMPARISON = "ablation_summary", "v1_comparison.md", "v1_comparison.json"
 
@@ -32,9 +33,22 @@ def ablation_names(program):
             *(f"{WITHOUT}{name}" for name in switches), COMPILED]
 
 
-def ablation(program, settings, directory, **options):
-    """Interleaved timing of all variants, then a session of each, run_session's options with it, in a folder
-    of its own. Returns the content of ablation_summary.json, which is written anew with each of them."""
+def compared(program, settings, names, rounds, show=lambda found: None):
+    """compare(), which says on stderr what goes on and that a signal ends, with what show() has kept."""
+    def note(text):
+        print(text, file=sys.stderr, flush=True)
+
+    with StopRequest() as stop:
+        found = compare(program, settings, names, rounds, show, note, stop)
+    release()
+    if stop.signal:
+        raise UserError("interrupted: what is known so far was kept", 128 + stop.signal)
+    return found
+
+
+def ablation(program, settings, directory, rounds, **options):
+    """compare() of all variants, then a session of each, run_session's options with it, in a folder of its
+    own. Returns the content of ablation_summary.json, which is written anew with each of them."""
     path = os.path.join(directory, SUMMARY)
 
     def save(found, folders=()):
@@ -42,7 +56,7 @@ def ablation(program, settings, directory, **options):
         write_json(f"{path}.json", result)
         return result
 
-    found = compare(program, settings, ablation_names(program), settings.training.num_steps, save)
+    found = compared(program, settings, ablation_names(program), rounds, save)
     lines = [*table(found.rows), "", *below(found)]
     print("\n".join(lines))
     result, folders = save(found), {}
@@ -72,11 +86,10 @@ def quiet_session(program, name, settings, path, options):
     release()
 
 
-def compare_v1(program, settings, directory, **options):
+def compare_v1(program, settings, directory, rounds, **options):
     """The baseline (V1) and the given switches: interleaved steps, and one session each, side by side."""
     baseline = with_fusion(settings, program.fusion_config.preset(False))
-    timed = compare(program, settings, [GIVEN], settings.training.num_steps).as_dict()["variants"]
-    release()
+    timed = compared(program, settings, [GIVEN], rounds).as_dict()["variants"]
     paths = [os.path.join(directory, name) for name in ("v1_baseline", "v2")]
     before = run_session(program, baseline, paths[0], **options)
     release()

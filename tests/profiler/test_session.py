@@ -123,7 +123,7 @@ def test_a_session_that_a_signal_ends_before_its_trace_says_so(tmp_path):
 @pytest.mark.slow
 def test_v1_and_ablation_in_folders_of_their_own(tmp_path, capsys):
     settings = given(num_steps=2, profile_dir=str(tmp_path))
-    result = several.compare_v1(PROGRAM, settings, str(tmp_path), train=tof.train)
+    result = several.compare_v1(PROGRAM, settings, str(tmp_path), 2, train=tof.train)
     assert set(result) >= {"before", "differences", "time_kind", "step_ms", "sublayers", "kernels",
                            "interleaved", "mode", "session_step_ms", "speedup"}
     assert result["step_ms"] == [1e3 * row["median_batch_time"] for row in result["interleaved"]]
@@ -139,7 +139,7 @@ def test_ablation_has_every_fusion_alone_and_left_out(tmp_path, monkeypatch, cap
     usual = [name for name in PROGRAM.fusion_config().names() if getattr(PROGRAM.fusion_config(), name)]
     assert len({fusion_named(name, PROGRAM.fusion_config()) for name in names}) == 3 + 2 * len(usual)
     monkeypatch.setattr(several, "ablation_names", lambda *_: names[:2])
-    result = several.ablation(PROGRAM, given(num_steps=2), str(tmp_path), train=tof.train)
+    result = several.ablation(PROGRAM, given(num_steps=2), str(tmp_path), 2, train=tof.train)
     assert result == json.loads((tmp_path / "ablation_summary.json").read_text())
     assert result["mode"] == "ablation" and list(result["folders"]) == names[:2]
     for folder in result["folders"].values():

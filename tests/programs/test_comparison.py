@@ -42,7 +42,7 @@ def test_a_gpus_path_counts_without_a_mode_round_what_compiles_itself(monkeypatc
     monkeypatch.setattr(attention, "chosen", lambda requested, q, biased: (
         choose(requested, q, biased) if requested != "auto" or isinstance(q, FakeTensor) else "flex"))
     monkeypatch.setattr(attention, "flex_attend", attention_that_must_compile)
-    monkeypatch.setattr(probing, "counts_its_first_step", lambda trainer: False)
+    monkeypatch.setattr(probing, "operations_are_seen", lambda trainer: False)
     found = make_variants(SETTINGS, "only-flash-attention fused", False)
     batch = tof.PROGRAM.data(SETTINGS).batch(0)
     candidates = compare.candidates_of(tof.PROGRAM, found, CPU, batch, lambda text: None)
