@@ -212,7 +212,7 @@ def source_of(monkeypatch):
         families = [Protein(
             f"f{i}", ((np.arange(5)[:, None] + place + i) % 20).astype(np.uint8),
             np.stack([place, 4.0 * place, 0 * place + i], 1).astype(np.float32)) for i in range(count)]
-        monkeypatch.setattr(batches.files, "load_families", lambda path, strays: families)
+        monkeypatch.setattr(batches.files, "load_families", lambda path: (families, []))
         return batches.RealProteins(settings_of(num_seqs=4, seq_len=16, batch_size=4, data="x", **values))
     return make
 

@@ -24,7 +24,7 @@ def test_few_are_one_warning_and_next_to_none_are_refused(capsys, monkeypatch):
     assert warning.count("\n") == 1 and "bare (2 of 20 residues), c (9 of 20 residues)" in warning
     with pytest.raises(UserError, match=r"bare \(2 of 20 residues\).*--min-coordinates 0.11"):
         require_coordinates(families, 0.11)
-    monkeypatch.setattr(batches.files, "load_families", lambda *_: families)
+    monkeypatch.setattr(batches.files, "load_families", lambda path: (families, []))
     with pytest.raises(UserError, match="bare"):
         batches.open_source(PROGRAM.settings(data="x", min_coordinates=0.2))
     assert "31 of 60 residues" in batches.open_source(PROGRAM.settings(data="x", holdout="c")).describe()

@@ -113,7 +113,7 @@ def test_families_have_the_known_shapes_and_contact_shares(families_dir):
     table = re.findall(r"(?m)^\| (\w+_A) \| PF\d+ [^|]*\|[^|]*\| (\d+) \| (\d+) \([^|]*\| ([\d.]+) \|",
                        data("README.md").read_text())
     assert len(table) == 32
-    proteins = load_families(families_dir)
+    proteins, _ = load_families(families_dir)
     assert [protein.name for protein in proteins] == sorted(name for name, *_ in table)
     by_name = {protein.name: protein for protein in proteins}
     for name, length, rows, share in table:
@@ -429,7 +429,7 @@ def test_families_in_other_dress_are_the_same(tmp_path):
     shutil.copy(data("nasty/1pko.pdb"), tmp_path / "d" / ".hidden.pdb")
     write(tmp_path / "d" / "notes.txt", "x")
     (tmp_path / "d" / "folder.pdb").mkdir()
-    first, *others = load_families(tmp_path / "d")
+    (first, *others), _ = load_families(tmp_path / "d")
     assert [first.name, *(protein.name for protein in others)] == ["a", "b", "c.1"]
     assert first.msa.shape == (807, 71)
     for protein in others:
@@ -438,8 +438,8 @@ def test_families_in_other_dress_are_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("files, expected", [
-    ([("a", ".a3m", None)], ["a.a3m", "no a.cif or .pdb"]),
-    ([("a", ".a3m", ".pdb"), ("b", None, ".pdb")], ["b.pdb", "no b.a3m"]),
+    ([("a", ".a3m", None)], ["no families", "a.a3m"]),
+    ([("b", None, ".pdb")], ["no families", "b.pdb"]),
     ([("a", ".a3m", ".pdb"), ("a", ".fasta", None)], ["a.a3m", "a.fasta", "keep one"]),
     ([("a", ".a3m", ".pdb"), ("a", None, ".pdb.gz")], ["a.pdb", "a.pdb.gz", "keep one"]),
     ([], ["no families"]),
@@ -455,12 +455,8 @@ def test_directory_that_is_not_pairs(files, expected, tmp_path):
 def test_strays_beside_whole_families_are_named_and_left_out(tmp_path):
     for name, msa, structure in (("a", ".a3m", ".pdb"), ("b", None, ".pdb"), ("c", ".fasta", None)):
         family(tmp_path / "d", name, msa, structure)
-    strays = []
-    assert [protein.name for protein in load_families(tmp_path / "d", strays)] == ["a"]
-    assert strays == ["b.pdb", "c.fasta"]
-    (tmp_path / "d" / "a.pdb").unlink()
-    with pytest.raises(UserError, match="beside it"):
-        load_families(tmp_path / "d", strays)
+    proteins, strays = load_families(tmp_path / "d")
+    assert [protein.name for protein in proteins] == ["a"] and strays == ["b.pdb", "c.fasta"]
 
 
 def test_without_gemmi_alignments_are_still_read(monkeypatch):

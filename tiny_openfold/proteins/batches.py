@@ -214,7 +214,7 @@ class RealProteins(Proteins):
         super().__init__(settings)
         training, self.left_out = settings.training, []  # files without a partner
         if training.data:
-            families = files.load_families(training.data, self.left_out)
+            families, self.left_out = files.load_families(training.data)
         else:
             path, chain = files.split_structure_argument(training.structure)
             families = [files.load_protein(training.msa, path, chain, training.query)]

@@ -1,7 +1,7 @@
 """Real proteins: a multiple sequence alignment and an experimental structure, read into arrays.
 
     protein = load_protein("1a3a_A.a3m", "1a3a.pdb", chain="A")   # protein.msa, protein.coords
-    proteins = load_families("families/")                         # every NAME.a3m with its NAME.pdb
+    proteins, alone = load_families("families/")                  # every NAME.a3m with its NAME.pdb
 
 alignments.py knows the formats of alignments; containers.py unpacks files and names foreign ones. It needs
 numpy, and gemmi for structures. Whatever is wrong with a file ends in a UserError of one line. Reading order:
@@ -327,12 +327,10 @@ def alignments_in(directory):
     return found
 
 
-def load_families(directory, left_out=None):
-    """Directory -> list of Protein sorted by name: each alignment NAME.a3m, .sto or .fasta and the structure
-    NAME.cif or NAME.pdb beside it, gzipped or not. Other files are ignored. A file without its partner is an
-    error, or, where left_out is a list and there are whole pairs, has its name added there.
-    Raises UserError: no such directory, nothing in it, a file without its partner, two files for one NAME.
-    """
+def load_families(directory):
+    """Directory -> (list of Protein sorted by name, names of files without a partner): each alignment
+    NAME.a3m, .sto or .fasta with the structure NAME.cif or NAME.pdb beside it, packed or not. Other files are
+    ignored. Raises UserError: no such directory, no pair in it, two files for one NAME."""
     try:
         paths = sorted(Path(directory).iterdir())
     except OSError as error:
@@ -342,18 +340,13 @@ def load_families(directory, left_out=None):
         stem, suffix = split_suffix(path)
         if path.is_file() and suffix in ALIGNMENT_SUFFIXES + STRUCTURE_SUFFIXES and path.name[0] != ".":
             found.setdefault(stem, ([], []))[suffix in STRUCTURE_SUFFIXES].append(path)
-    if not found:
-        raise UserError(f"{directory}: no families; needed are alignments NAME.a3m, .sto or .fasta, "
-                        "each with its structure NAME.cif or NAME.pdb beside it")
-    if left_out is not None and any(all(kinds) for kinds in found.values()):
-        alone = {stem: kinds for stem, kinds in found.items() if not all(kinds)}
-        left_out += sorted(path.name for kinds in alone.values() for path in sum(kinds, []))
-        found = {stem: kinds for stem, kinds in found.items() if stem not in alone}
-    for stem, kinds in sorted(found.items()):
-        for paths, suffixes in zip(kinds, (".a3m, .sto or .fasta", ".cif or .pdb"), strict=True):
-            if not paths:
-                raise UserError(f"{directory}: {sum(kinds, [])[0].name} has no {stem}{suffixes} beside it")
-            if len(paths) > 1:
-                raise UserError(f"{directory}: keep one of {' and '.join(path.name for path in paths)}")
+    pairs = {stem: kinds for stem, kinds in sorted(found.items()) if all(kinds)}
+    alone = sorted(path.name for kinds in found.values() if not all(kinds) for path in sum(kinds, []))
+    if not pairs:
+        raise UserError(f"{directory}: no families; needed are alignments NAME.a3m, .sto or .fasta, each "
+                        "with its structure NAME.cif or NAME.pdb beside it"
+                        + (f"; {alone[0]} has no such partner" if alone else ""))
+    for paths in (paths for kinds in pairs.values() for paths in kinds if len(paths) > 1):
+        raise UserError(f"{directory}: keep one of {' and '.join(path.name for path in paths)}")
     return [load_protein(*alignments, *structures, name=stem)
-            for stem, (alignments, structures) in sorted(found.items())]
+            for stem, (alignments, structures) in pairs.items()], alone
