@@ -83,11 +83,11 @@ class FusionConfig(TritonSwitches):
     attention_backend: str = option("auto", "implementation of fused attention; math is plain",
                                    choices=("auto", "math", "sdpa", "flex"))
 
-    def reassociates(self, samples, rows, residues, at_most=True):
-        """Whether such a batch's outer product mean is re-associated. 4 N <= S keeps the tensor in the middle
-        at or below (S, S, h*h) for c_z up to 4 h; at_most = False asks for less. The loop over samples costs
-        launches, which several small proteins do not win back."""
-        few = 4 * rows <= residues if at_most else 4 * rows < residues
+    def weight_first(self, samples, rows, residues, tie=True):
+        """Whether the outer product mean multiplies by its weight before it sums over rows. With 4 N <= S the
+        tensor in the middle is no larger than (S, S, h * h) for c_z up to 4 h; tie is the answer at 4 N = S.
+        The loop over samples costs launches, which several small proteins do not win back."""
+        few = 4 * rows < residues or tie and 4 * rows == residues
         return self.enable_opm_fusion and few and (samples == 1 or residues >= 128)
 
 
@@ -110,7 +110,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from fusion_lab.kernels.library import attention_choice
-from fusion_lab.kernels.library.custom_gradients import LinearReLU, TriangleProduct, summed_rows
+from fusion_lab.kernels.library.custom_gradients import LinearReLU, TriangleProduct, recomputed, summed_rows
 from fusion_lab.kernels.library.packing import PackedProjections
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
 from fusion_lab.measuring import accuracy, retune, summary
@@ -266,6 +266,9 @@ class Transition(nn.Module):
 class MSATransition(Transition):
     """Alg. 9."""
 
+    def __init__(self, config, fusion):
+        super().__init__(config.msa_dim, fusion)
+
 
 class OuterProductMean(PackedProjections):
     """Alg. 10: how residues i and j vary together over the rows becomes an update of pair (i, j)."""
@@ -282,45 +285,42 @@ class OuterProductMean(PackedProjections):
 
     def forward(self, msa, row_mask=None):
         left, right = self.project(self.layer_norm(msa))  # each (B, N, S, h)
-        left, rows = self.masked(left, row_mask)
-        return self.mean(self.products(left, right), rows)  # (B, S, S, c_z)
+        left, rows = self.present(left, row_mask)
+        update = self.products(left, right)  # (B, S, S, c_z)
+        return (update / (rows + 1e-3)).to(update.dtype)  # the bias is divided, too, as in AlphaFold's code
 
-    def masked(self, left, row_mask):
-        """left with missing rows at 0, which takes them out of every sum, and how many rows are left: one
-        number, or (B, 1, 1, 1)."""
+    def present(self, left, row_mask):
+        """left with missing rows at 0, so that they drop out of every sum, and the number of present rows:
+        N, or (B, 1, 1, 1)."""
         if row_mask is None:
             return left, left.shape[1]
         count = row_mask.sum(dim=1, dtype=at_least_float32(left.dtype))
         return left * row_mask[:, :, None, None].to(left.dtype), count[:, None, None, None]
 
-    def mean(self, update, rows):  # the projection's bias is divided, too, as in AlphaFold's code
-        return (update / (rows + 1e-3)).to(update.dtype)
-
     def products(self, left, right):
         """output_proj of the sum over rows n of left[n, i, c] right[n, j, d]: (B, S, S, c_z)."""
-        if self.reassociates(right):  # the weight meets right first: no (S, S, h * h) tensor is made
-            return self.project_right_first(left, right)
-        outer = torch.einsum("bnic,bnjd->bijcd", left, right)  # (B, S, S, h, h), the largest one here
+        if self.weight_first(right):
+            return self.products_weight_first(left, right)
+        outer = torch.einsum("bnic,bnjd->bijcd", left, right)  # (B, S, S, h, h), the largest tensor here
         return self.output_proj(outer.flatten(-2))
 
-    def reassociates(self, sides):
-        """Whether to project first, sides (B, N, S, h) being few rows of many residues (FusionConfig). That
-        takes some N / h of the multiplications. Strict float32 on a GPU, bound by these, must save half."""
+    def weight_first(self, sides):
+        """FusionConfig's rule for sides (B, N, S, h). Weight first takes some N / h of the multiplications,
+        by which float32 on a GPU is bound: there it must save half of them."""
         bound_by_multiplications = sides.is_cuda and strict_float32(sides.dtype)
-        return (self.fusion.reassociates(*sides.shape[:3])
+        return (self.fusion.weight_first(*sides.shape[:3])
                 and not (bound_by_multiplications and 2 * sides.shape[1] > sides.shape[3]))
 
-    def project_right_first(self, left, right):
-        """The same sums in another order. The tensor between is h * N / S times the pair tensor, instead of
-        h * h / c_z times."""
-        updates, h = [], left.shape[-1]
+    def products_weight_first(self, left, right):
+        """The same sums in another order: the tensor in the middle is (h, N, S, c_z), not (S, S, h, h)."""
+        h, residues = left.shape[-1], right.shape[2]
         weight = self.output_proj.weight.unflatten(1, (h, h)).permute(1, 2, 0)  # (c, d, c_z)
-        for a, b in zip(left, right, strict=True):  # (N, S, h); sample by sample no operand is copied
-            # projected[c, n, j] = sum over d of weight[c, d] b[n, j, d]
-            projected = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight)  # (h, N * S, c_z)
-            projected = projected.view(h * len(b), -1)  # (h * N, S * c_z)
-            # update[i, j] = sum over c and n of a[n, i, c] projected[c, n, j]
-            updates.append((a.permute(1, 2, 0).flatten(1) @ projected).unflatten(1, (b.shape[1], -1)))
+        updates = []
+        for a, b in zip(left, right, strict=True):  # (N, S, h) each; one sample at a time copies no operand
+            weighed = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight)  # (c, N S, c_z): summed over d
+            weighed = weighed.view(h * len(b), -1)  # (c N, S c_z)
+            update = a.permute(1, 2, 0).flatten(1) @ weighed  # (S, S c_z): summed over c and n
+            updates.append(update.unflatten(1, (residues, -1)))
         return torch.stack(updates) + self.output_proj.bias  # (B, S, S, c_z)
 
 
@@ -345,16 +345,18 @@ class FusedTriangleMultiplication(PackedProjections):
 
     def forward(self, pair, seq_mask=None):
         x = self.layer_norm(pair)
-        # One S x S matrix per channel, written so by the projections: batched GEMMs would copy operands in
-        # any other layout, in forward once and in backward again.
-        if self.packings:  # packed: one operation gates both sides, which lie next to each other
-            sides, gates = self.project(x, self.SIDES, self.GATES, dim=0)  # (2 c_z, B, S, S)
-            left, right = (sides * gates.sigmoid()).chunk(2, dim=0)  # each (c_z, B, S, S)
-        else:
-            left, right, left_gate, right_gate = self.project(x, dim=0)  # each (c_z, B, S, S)
-            left, right = left * left_gate.sigmoid(), right * right_gate.sigmoid()
+        left, right = self.sides(x)  # each (c_z, B, S, S): one S x S matrix per channel
         product = self.product(left, right, seq_mask).permute(1, 2, 3, 0)  # (B, S, S, c_z)
         return self.output_proj(self.center_norm(product)) * self.output_gate(x).sigmoid()
+
+    def sides(self, x):
+        """Projections times their gates. The projections write channels first, since batched GEMMs would copy
+        operands in any other layout, in forward once and in backward again."""
+        if self.packings:  # packed: one operation gates both sides, which lie next to each other
+            sides, gates = self.project(x, self.SIDES, self.GATES, dim=0)  # (2 c_z, B, S, S)
+            return (sides * gates.sigmoid()).chunk(2, dim=0)
+        left, right, left_gate, right_gate = self.project(x, dim=0)
+        return left * left_gate.sigmoid(), right * right_gate.sigmoid()
 
     def product(self, left, right, seq_mask=None):
         """Outgoing: result[i, j] = sum over k of left[i, k] right[j, k]; incoming: of left[k, i] right[k, j].
@@ -385,6 +387,9 @@ class FusedTriangleAttention(GatedAttention):
 class PairTransition(Transition):
     """Alg. 15."""
 
+    def __init__(self, config, fusion):
+        super().__init__(config.pair_dim, fusion)
+
 
 SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "outer_product_mean",
              "triangle_mult_outgoing", "triangle_mult_incoming", "triangle_attn_starting",
@@ -392,26 +397,28 @@ SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "out
 
 
 class FusedEvoformerBlock(nn.Module):
-    """Alg. 6: one Evoformer block, plain. With Triton switches it becomes a FastEvoformerBlock, whose
-    sub-layers add their updates in their last kernels (tiny_openfold/proteins/fast_evoformer.py)."""
+    """Alg. 6: one Evoformer block. With Triton switches its sub-layers are of faster classes, which add their
+    updates in their last kernels (proteins/fast_evoformer.py)."""
 
     def __init__(self, config, fusion_config=None):
         super().__init__()
         fusion = fusion_config or FusionConfig()
-        self.dropout = config.dropout
-        self.msa_row_attention = FusedMSARowAttention(config, fusion)
-        self.msa_column_attention = FusedMSAColumnAttention(config, fusion)
-        self.msa_transition = MSATransition(config.msa_dim, fusion)
-        self.outer_product_mean = OuterProductMean(config, fusion)
-        self.triangle_mult_outgoing = FusedTriangleMultiplication(config, fusion, outgoing=True)
-        self.triangle_mult_incoming = FusedTriangleMultiplication(config, fusion, outgoing=False)
-        self.triangle_attn_starting = FusedTriangleAttention(config, fusion, starting=True)
-        self.triangle_attn_ending = FusedTriangleAttention(config, fusion, starting=False)
-        self.pair_transition = PairTransition(config.pair_dim, fusion)
-        fast_evoformer.swap_in_twins(self, fusion)  # same layers, faster forwards, where fusion asks
+        self.dropout, self.fast = config.dropout, fast_evoformer.wanted(fusion)
+        make = partial(fast_evoformer.make, config=config, fusion=fusion)  # of this class or its fast form
+        self.msa_row_attention = make(FusedMSARowAttention)
+        self.msa_column_attention = make(FusedMSAColumnAttention)
+        self.msa_transition = make(MSATransition)
+        self.outer_product_mean = make(OuterProductMean)
+        self.triangle_mult_outgoing = make(FusedTriangleMultiplication, outgoing=True)
+        self.triangle_mult_incoming = make(FusedTriangleMultiplication, outgoing=False)
+        self.triangle_attn_starting = make(FusedTriangleAttention, starting=True)
+        self.triangle_attn_ending = make(FusedTriangleAttention, starting=False)
+        self.pair_transition = make(PairTransition)
 
     def forward(self, msa, pair, seq_mask=None, row_mask=None):
         """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair)."""
+        if self.fast:
+            return fast_evoformer.run_block(self, msa, pair, seq_mask, row_mask)
         msa = msa + self.drop(self.msa_row_attention(msa, pair, seq_mask), dim=1)
         msa = msa + self.msa_column_attention(msa, row_mask)
         msa = msa + self.msa_transition(msa)
@@ -468,7 +475,8 @@ class TinyOpenFoldV2(nn.Module, Evoformer):
         self.orientation_head = OrientationHead(config.pair_dim) if config.orientations else None
         self.register_buffer("breaks", torch.tensor(DISTANCE_BREAKS, dtype=torch.float32), persistent=False)
         self.register_buffer("centres", torch.tensor(DISTANCE_CENTRES, dtype=torch.float32), persistent=False)
-        fast_evoformer.swap_in_model_twin(self)
+        if self.fusion.enable_selective_checkpointing:
+            fast_evoformer.keep_the_last(self.blocks[-1])
         if self.fusion.enable_torch_compile:
             how = self.compile_options()
             for block in self.blocks:  # they run the same code: one compiles for all
@@ -489,10 +497,10 @@ class TinyOpenFoldV2(nn.Module, Evoformer):
             return self.embed, self.heads
         return tuple(torch.compile(end, **self.compile_options()) for end in (self.embed, self.heads))
 
-    def forward(self, msa_tokens, target_tokens=None, seq_mask=None, row_mask=None, msa_targets=None,
-                coords=None, coord_mask=None, extra_msa=None, only_loss=False, orientations=None):
+    def forward(self, msa_tokens, target_tokens=None, seq_mask=None, row_mask=None, extra_msa=None,
+                only_loss=False, **targets):
         """msa_tokens (B, N, S), possibly corrupted; target_tokens (B, S), default the first row; masks (B, S)
-        and (B, N), 1 = present; extra_msa (B, M, S), default msa_tokens, for --coevolution. Targets:
+        and (B, N), 1 = present; extra_msa (B, M, S), default msa_tokens, for --coevolution. targets:
         msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3) in Å with coord_mask (B, S);
         orientations (B, S, S, 3), bins. Returns a dict: with targets, loss and its parts; unless only_loss,
         distances (Å), contact_probability (B, S, S), distogram_logits, msa_repr, pair_repr; with
@@ -505,7 +513,7 @@ class TinyOpenFoldV2(nn.Module, Evoformer):
             features = coevolution.pair_features(rows.long(), seq_mask)
         embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)
         msa, pair = self.run_blocks(*embed(msa_tokens, target, features), seq_mask, row_mask)
-        return heads(msa, pair, msa_targets, coords, coord_mask, only_loss, orientations)
+        return heads(msa, pair, only_loss, **targets)
 
     def embed(self, msa_tokens, target, features=None):
         """(B, N, S) and (B, S) tokens, (B, S, S, FEATURES) -> msa (B, N, S, c_m), pair (B, S, S, c_z)."""
@@ -520,42 +528,54 @@ class TinyOpenFoldV2(nn.Module, Evoformer):
         return msa, pair
 
     def run_blocks(self, msa, pair, seq_mask, row_mask):
-        for block in self.blocks:
-            msa, pair = block(msa, pair, seq_mask, row_mask)
+        last = len(self.blocks) - 1
+        for number, block in enumerate(self.blocks):
+            # backward begins with the last block of several: it keeps what backward needs
+            recompute = self.fusion.enable_activation_checkpointing and (number < last or last == 0)
+            msa, pair = recomputed(recompute, block, msa, pair, seq_mask, row_mask,
+                                   random=self.config.dropout > 0)
         return msa, pair
 
-    def heads(self, msa, pair, msa_targets, coords, coord_mask, only_loss=False, orientations=None):
-        """What forward returns, from the last block's output."""
-        result, terms, logits = {}, [], self.distogram_head(pair)  # (B, S, S, 64), a bin each
+    def heads(self, msa, pair, only_loss=False, coords=None, coord_mask=None, msa_targets=None,
+              orientations=None):
+        """What forward() returns, from the last block's output."""
+        logits = self.distogram_head(pair)  # (B, S, S, 64), a bin each
         logits = logits + logits.transpose(1, 2)
         logits = logits.to(at_least_float32(logits.dtype))
-        if not only_loss:  # not differentiated beside a distogram loss
-            with torch.set_grad_enabled(torch.is_grad_enabled() and coords is None):
-                probability = logits.softmax(dim=-1)
-                result = dict(msa_repr=msa, pair_repr=pair, distogram_logits=logits,
-                              distances=probability @ self.centres.to(probability.dtype),
-                              contact_probability=probability[..., :CONTACT_BINS].sum(dim=-1))
+        result, terms = {} if only_loss else self.predictions(msa, pair, logits, coords is None), []
         if coords is not None:
-            bins, known = self.distogram_targets(coords, coord_mask)  # (B, S, S)
-            nll = F.cross_entropy(logits.flatten(0, 2), bins.flatten(), reduction="none").view_as(known)
-            result["distogram_loss"] = mean((nll * known).sum(-1), known.sum(-1))  # S * S is slow
+            result["distogram_loss"] = self.distogram_loss(logits, coords, coord_mask)
             terms.append(result["distogram_loss"])
-        result |= self.orientation_head(pair, orientations, only_loss) if self.orientation_head else {}
+        if self.orientation_head:
+            result |= self.orientation_head(pair, orientations, only_loss)
         if "orientation_loss" in result:
             terms.append(ORIENTATION_WEIGHT * result["orientation_loss"])
         if msa_targets is not None:
-            letter_logits = self.masked_msa_head(msa).flatten(0, 2).to(logits.dtype)  # (B * N * S, 23)
-            nll = F.cross_entropy(letter_logits, msa_targets.flatten(), reduction="sum")
-            result["masked_msa_loss"] = mean(nll, msa_targets >= 0)
+            result["masked_msa_loss"] = self.masked_msa_loss(msa, msa_targets, logits.dtype)
             terms.append(MASKED_MSA_WEIGHT * result["masked_msa_loss"])
-        if terms:  # means over loss_counts() each: several processes weigh them by that
+        if terms:  # each a mean over its loss_counts(), by which several processes weigh them
             result |= dict(loss=sum(terms[1:], terms[0]), loss_terms=torch.stack(terms))
         return result
 
-    def distogram_targets(self, coords, coord_mask):
-        """Bins of the true distances, and which are known, (B, S, S) each."""
-        distances = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
-        return torch.bucketize(distances, self.breaks), coord_mask[:, :, None] * coord_mask[:, None]
+    def predictions(self, msa, pair, logits, differentiable):
+        """Everything but losses; beside a distogram loss nobody differentiates it."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
+            probability = logits.softmax(dim=-1)
+            return dict(msa_repr=msa, pair_repr=pair, distogram_logits=logits,
+                        distances=probability @ self.centres.to(probability.dtype),
+                        contact_probability=probability[..., :CONTACT_BINS].sum(dim=-1))
+
+    def distogram_loss(self, logits, coords, coord_mask):
+        """Cross entropy of the bins of true distances, a mean over the pairs whose distance is known."""
+        distances = (coords[:, :, None] - coords[:, None]).norm(dim=-1)  # (B, S, S)
+        bins, known = torch.bucketize(distances, self.breaks), coord_mask[:, :, None] * coord_mask[:, None]
+        nll = F.cross_entropy(logits.flatten(0, 2), bins.flatten(), reduction="none").view_as(known)
+        return mean((nll * known).sum(-1), known.sum(-1))  # in two sums: one over S * S numbers is slow
+
+    def masked_msa_loss(self, msa, msa_targets, dtype):
+        """Cross entropy of the hidden letters, a mean over them."""
+        logits = self.masked_msa_head(msa).flatten(0, 2).to(dtype)  # (B * N * S, 23)
+        return mean(F.cross_entropy(logits, msa_targets.flatten(), reduction="sum"), msa_targets >= 0)
 
     @staticmethod
     def loss_counts(msa_targets=None, coords=None, coord_mask=None, orientations=None, **_):

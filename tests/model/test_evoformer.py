@@ -191,7 +191,7 @@ def test_reassociated_outer_product_is_exact_where_it_is_used(rows):
         torch.manual_seed(1)
         msa = torch.randn(2, rows, 8, 16).double().requires_grad_()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "reassociates", lambda left, answer=reassociate: answer)
+            patch.setattr(module, "weight_first", lambda left, answer=reassociate: answer)
             with OpCounter() as counter:
                 update = module(msa, torch.tensor([[1.0] * rows, [1.0] + [0.0] * (rows - 1)]))
         weight = torch.linspace(-1, 1, update.numel()).double().view_as(update)
@@ -206,15 +206,15 @@ def test_outer_product_is_reassociated_where_the_rule_says(monkeypatch):
     module = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig()).outer_product_mean
     sizes = {(1, 32, 128): True, (1, 33, 128): False, (2, 32, 128): True, (2, 16, 64): False}
     for (samples, rows, residues), expected in sizes.items():
-        assert module.reassociates(torch.empty(samples, rows, residues, 4)) is expected
-    assert module.reassociates(torch.empty(1, 16, 64, 4))
+        assert module.weight_first(torch.empty(samples, rows, residues, 4)) is expected
+    assert module.weight_first(torch.empty(1, 16, 64, 4))
     for rows, strict_float32 in ((16, True), (17, False)):  # on a GPU multiplications count
         left = SimpleNamespace(shape=(1, rows, 128, 32), is_cuda=True, dtype=torch.float32)
         for tf32, expected in ((False, strict_float32), (True, True)):
             monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
-            assert module.reassociates(left) is expected
+            assert module.weight_first(left) is expected
     module.fusion = tof.FusionConfig(enable_opm_fusion=False)
-    assert not module.reassociates(torch.empty(1, 16, 64, 4))
+    assert not module.weight_first(torch.empty(1, 16, 64, 4))
 
 
 def test_packed_gate_keeps_autocast_low():
@@ -261,12 +261,13 @@ def test_embedding_and_heads_compile_as_one_graph_each(monkeypatch):
     monkeypatch.setattr(tof.TinyOpenFoldV2, "compile_options", lambda _: graph)
     trainer, batch = trainer_and_batch(given(enable_torch_compile=True))
     accuracy.shake(trainer.model)
-    tokens, targets = batch["msa_tokens"], (batch["msa_targets"], batch["coords"], batch["coord_mask"])
+    tokens = batch["msa_tokens"]
+    targets = {name: batch[name] for name in ("msa_targets", "coords", "coord_mask")}
     runs = []
     plain, compiled = (trainer.model.embed, trainer.model.heads), trainer.model.gpu_ends
     for (embed, heads), only_loss in ((plain, False), (compiled, False), (compiled, True)):
         trainer.model.zero_grad()
-        loss = heads(*embed(tokens, tokens[:, 0]), *targets, only_loss)["loss"]
+        loss = heads(*embed(tokens, tokens[:, 0]), only_loss, **targets)["loss"]
         loss.backward()
         runs.append([loss.detach(), *(p.grad for p in trainer.model.parameters() if p.grad is not None)])
     assert len(runs[0]) > 8

@@ -69,7 +69,7 @@ def test_distances_and_contacts_against_a_hand_count():
     pair[0, 0, 2, 5] = math.log(3)       # one of 66 parts becomes three: bin 5 is 3/66, the others 1/66
     pair[0, 0, 1, 18] = pair[0, 1, 2, 19] = 50.0  # bin 18 ends at 7.9375 Å, bin 19 beyond 8 Å
     pair[1, 0, 1, 0] = pair[1, 0, 2, 63] = 50.0   # the first and the last bin
-    found = heads(msa, pair, None, None, None)
+    found = heads(msa, pair)
     assert found["distogram_logits"][0, 2, 0, 5].item() == pytest.approx(math.log(3))
     distances, contact = found["distances"], found["contact_probability"]
     close = dict(rtol=0, atol=1e-5)
@@ -91,31 +91,31 @@ def test_losses_against_a_hand_count():
     known = torch.tensor([[1.0, 1, 0], [0, 0, 1]])
     pair[0, 0, 1, 9] = math.log(3)
     pair[0, :, 2], pair[1, 0] = torch.arange(64.0), torch.arange(64.0)  # of pairs that nobody knows
-    found = heads(msa, pair, None, coords, known)
+    found = heads(msa, pair, coords=coords, coord_mask=known)
     expected = (2 * math.log(66 / 3) + 3 * math.log(64)) / 5  # (0, 1) and (1, 0); three on the diagonal
     assert found["distogram_loss"].item() == pytest.approx(expected, rel=1e-5)
     assert found["loss"] is found["distogram_loss"] and found["loss"].requires_grad
     assert not found["distances"].requires_grad  # a by-product in training
-    one = heads(msa, pair, None, coords, torch.tensor([[0.0, 0, 0], [0, 0, 1]]))
+    one = heads(msa, pair, coords=coords, coord_mask=torch.tensor([[0.0, 0, 0], [0, 0, 1]]))
     assert one["loss"].item() == pytest.approx(math.log(64))
-    assert heads(msa, pair, None, coords, torch.zeros(2, 3))["loss"].item() == 0
+    assert heads(msa, pair, coords=coords, coord_mask=torch.zeros(2, 3))["loss"].item() == 0
 
     msa[0, 1, 2, 0] = math.log(2)  # 2 of 24 parts
     msa[1, 0, 0] = torch.arange(23.0)  # of a position that nobody asks for
     targets = torch.full((2, 2, 3), -100)
     targets[0, 1, 2], targets[1, 1, 1] = 0, 22
-    both = heads(msa, pair, targets, coords, known)
+    both = heads(msa, pair, msa_targets=targets, coords=coords, coord_mask=known)
     letters = (math.log(24 / 2) + math.log(23)) / 2
     assert both["masked_msa_loss"].item() == pytest.approx(letters, rel=1e-5)
     assert both["loss"].item() == pytest.approx(expected + 0.1 * letters, rel=1e-5)
     assert both["loss_terms"].tolist() == pytest.approx([expected, 0.1 * letters], rel=1e-5)
-    alone = heads(msa, pair, targets, coords, known, only_loss=True)
+    alone = heads(msa, pair, msa_targets=targets, coords=coords, coord_mask=known, only_loss=True)
     assert set(alone) == {"loss", "distogram_loss", "masked_msa_loss", "loss_terms"}
     assert all(torch.equal(alone[name], both[name]) for name in alone)
-    assert heads(msa, pair, targets, None, None)["loss"].item() == pytest.approx(0.1 * letters, rel=1e-5)
+    assert heads(msa, pair, msa_targets=targets)["loss"].item() == pytest.approx(0.1 * letters, rel=1e-5)
     targets[1, 1, 1] = -100  # one is left
-    assert heads(msa, pair, targets, None, None)["masked_msa_loss"].item() == pytest.approx(math.log(12))
-    assert heads(msa, pair, torch.full((2, 2, 3), -100), None, None)["loss"].item() == 0
+    assert heads(msa, pair, msa_targets=targets)["masked_msa_loss"].item() == pytest.approx(math.log(12))
+    assert heads(msa, pair, msa_targets=torch.full((2, 2, 3), -100))["loss"].item() == 0
 
 
 def test_true_distances_fall_into_the_bin_whose_upper_end_they_reach():
@@ -137,9 +137,10 @@ def test_padding_changes_nothing_in_the_whole_model():
     seq_mask, row_mask = torch.tensor([[1.0] * 6 + [0] * 2]), torch.tensor([[1.0] * 3 + [0]])
     targets = tokens.clone()
     targets[:, 3], targets[:, :, 6:] = -100, -100
-    padded = model(tokens, None, seq_mask, row_mask, targets, coords, seq_mask.double())
-    alone = model(tokens[:, :3, :6], None, None, None, targets[:, :3, :6], coords[:, :6],
-                  torch.ones(1, 6).double())
+    padded = model(tokens, None, seq_mask, row_mask, msa_targets=targets, coords=coords,
+                   coord_mask=seq_mask.double())
+    alone = model(tokens[:, :3, :6], msa_targets=targets[:, :3, :6], coords=coords[:, :6],
+                  coord_mask=torch.ones(1, 6).double())
     for name in ("distances", "contact_probability", "pair_repr"):
         torch.testing.assert_close(padded[name][:, :6, :6], alone[name], rtol=0, atol=1e-10)
     torch.testing.assert_close(padded["msa_repr"][:, :3, :6], alone["msa_repr"], rtol=0, atol=1e-10)

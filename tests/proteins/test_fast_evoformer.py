@@ -55,18 +55,18 @@ def inputs(samples=1):
 
 # --- Which twins ------------------------------------------------------------------------------------------
 
-def test_classes_are_swapped_only_where_something_is_asked():
-    """And once: all blocks share a class, or the compiler would compile each of them."""
+def test_sub_layers_are_twins_only_where_something_is_asked():
+    """All blocks share their classes, or the compiler would compile each of them."""
     for fusion in (tof.FusionConfig(), tof.FusionConfig.preset(False), tof.FusionConfig.preset(True)):
         block = block_of(fusion)
-        assert type(block) is tof.FusedEvoformerBlock
-        assert type(block.outer_product_mean) is tof.OuterProductMean
+        assert not block.fast and type(block.outer_product_mean) is tof.OuterProductMean
     blocks = [block_of() for _ in range(2)]
-    assert type(blocks[0]) is type(blocks[1]) is not tof.FusedEvoformerBlock
+    assert blocks[0].fast
     for name in tof.SUBLAYERS:
         layer, plain = getattr(blocks[0], name), getattr(block, name)
-        assert isinstance(layer, type(plain)) and isinstance(layer, fast_evoformer.TWINS[name])
-        assert layer.plan is blocks[0].plan and layer.__dict__.keys() - plain.__dict__.keys() == {"plan"}
+        assert isinstance(layer, type(plain)) and isinstance(layer, fast_evoformer.SubLayerTwin)
+        assert type(layer) is type(getattr(blocks[1], name))
+        assert layer.__dict__.keys() - plain.__dict__.keys() == {"plan"}
     assert block.state_dict().keys() == blocks[0].state_dict().keys()
 
 
@@ -215,7 +215,7 @@ def test_kernels_take_over_where_reassociating_draws_level(samples, rows, residu
     sides = torch.empty(samples, rows, residues, 2)
     for runs, expected in ((True, ours), (False, plain)):
         monkeypatch.setattr(dispatch, "runs", lambda x, runs=runs: runs)
-        assert layer.reassociates(sides) is expected
+        assert layer.weight_first(sides) is expected
 
 
 def test_where_the_sides_of_an_outer_product_have_a_kernel(kernels, monkeypatch):
@@ -301,7 +301,7 @@ def test_what_backward_begins_with_is_not_recomputed():
 @pytest.mark.parametrize("blocks, recomputed", [(1, [True]), (3, [True, True, False])])
 def test_which_blocks_are_recomputed(blocks, recomputed, monkeypatch):
     asked = []
-    monkeypatch.setattr(fast_evoformer, "recomputed", lambda on, block, *given, random: (
+    monkeypatch.setattr(tof, "recomputed", lambda on, block, *given, random: (
         asked.append((on, random)) or block(*given)))
     config = dataclasses.replace(SMALL, num_blocks=blocks, dropout=0.1)
     model = tof.TinyOpenFoldV2(config, tof.FusionConfig(enable_activation_checkpointing=True))

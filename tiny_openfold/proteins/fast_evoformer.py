@@ -1,4 +1,4 @@
-"""Fast twins of the Evoformer's layers: Triton kernels and recomputation.
+"""Fast twins of the Evoformer's sub-layers: Triton kernels and recomputation.
 
 The model (tiny_openfold_v2.py) is plain: a sub-layer returns its update, and the block adds it. A twin stands
 before the plain class, `class Fast(Twin, Plain)`, so super() is the plain one. It has the same parameters,
@@ -6,9 +6,9 @@ hooks, random numbers and checkpoints, and another forward.
 Called with `onto`, a twin returns that tensor with its update added, because a kernel can add on its way out.
 Kernels run where they take what they are given (device, dtype, width); elsewhere the plain code runs.
 
-`swap_in_twins` swaps the classes of a block where fusion asks for it, and else changes nothing. Plain
-classes are those of the model, also where they are named Fused; their twins in use are named Fast.
-Letters in shape comments are the model's.
+A block makes its sub-layers by `make`, which chooses plain classes or twins, and runs twins by `run_block`.
+Plain classes are those of the model, also where they are named Fused. Letters in shape comments are the
+model's.
 """
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -47,7 +47,11 @@ def no_dropout(x):
 
 
 class SubLayerTwin:
-    """What twins of sub-layers share. `plan` is set by swap_in()."""
+    """What twins share."""
+
+    def __init__(self, config, fusion, **kind):
+        super().__init__(config, fusion, **kind)
+        self.plan = Plan.of(fusion)
 
     def takes(self, x):
         """Whether kernels run this sub-layer for such an x."""
@@ -144,13 +148,13 @@ class OuterProductMeanTwin(SubLayerTwin):
     """Also hands on the MSA, as RowAttentionTwin does pair."""
 
     def takes(self, msa):
-        return self.plan.outer_product_mean and dispatch.runs(msa) and not self.reassociates(msa)
+        return self.plan.outer_product_mean and dispatch.runs(msa) and not self.weight_first(msa)
 
-    def reassociates(self, sides):
+    def weight_first(self, sides):
         """With kernels only B, N and S of sides count, which are the msa's: so takes() can ask."""
         if self.plan.outer_product_mean and dispatch.runs(sides):
-            return self.fusion.reassociates(*sides.shape[:3], at_most=False)  # level at 4 N = S
-        return super().reassociates(sides)
+            return self.fusion.weight_first(*sides.shape[:3], tie=False)
+        return super().weight_first(sides)
 
     def forward(self, msa, row_mask=None, onto=None):
         """The update of pair; with `onto`, (pair, msa)."""
@@ -167,16 +171,17 @@ class OuterProductMeanTwin(SubLayerTwin):
             left, right, msa = dispatch.sides(msa, self.layer_norm, *self.packed(*self.SIDES))
         else:
             left, right = self.project(self.layer_norm(msa))
-        left, rows = self.masked(left, row_mask)
+        left, rows = self.present(left, row_mask)
         product = partial(dispatch.outer_layout, left, right, self.output_proj, self.plan.recompute)
         if row_mask is None:  # one divisor for all: the kernel divides, and adds
             return product(1 / (rows + 1e-3), onto), msa
-        update = self.mean(product(), rows)
+        update = product()
+        update = (update / (rows + 1e-3)).to(update.dtype)
         return update if onto is None else onto + update, msa
 
     def products(self, left, right):
         """The plain ones; the outer product is recomputed if asked."""
-        recompute = self.plan.recompute and not self.reassociates(right)
+        recompute = self.plan.recompute and not self.weight_first(right)
         return recomputed(recompute, super().products, left, right)
 
 
@@ -191,43 +196,14 @@ class TriangleMultiplicationTwin(SubLayerTwin):
 
 
 # --------------------------------------------------------------------------------------------------------
-# The block and the model
+# The block
 # --------------------------------------------------------------------------------------------------------
 
-
-class BlockTwin:
-    """Alg. 6 with twins: sub-layers add to the residual, two hand on what they read."""
-
-    def forward(self, msa, pair, seq_mask=None, row_mask=None):
-        along_1, along_2 = (partial(self.dropout_factors, dim=dim) for dim in (1, 2))
-        msa, pair = self.msa_row_attention(msa, pair, seq_mask, onto=msa, dropout_factors=along_1)
-        msa = self.msa_column_attention(msa, row_mask, onto=msa)
-        msa = self.msa_transition(msa, onto=msa)
-        pair, msa = self.outer_product_mean(msa, row_mask, onto=pair)
-        pair = self.triangle_mult_outgoing(pair, seq_mask, onto=pair, dropout_factors=along_1)
-        pair = self.triangle_mult_incoming(pair, seq_mask, onto=pair, dropout_factors=along_1)
-        pair = self.triangle_attn_starting(pair, seq_mask, onto=pair, dropout_factors=along_1)
-        pair = self.triangle_attn_ending(pair, seq_mask, onto=pair, dropout_factors=along_2)
-        pair = self.pair_transition(pair, onto=pair)
-        return msa, pair
-
-
-class CheckpointedTwin:
-    def run_blocks(self, msa, pair, seq_mask, row_mask):
-        """Recompute every block in backward; of several not the last, with which backward begins."""
-        for number, block in enumerate(self.blocks, 1):
-            kept = number == len(self.blocks) > 1
-            msa, pair = recomputed(not kept, block, msa, pair, seq_mask, row_mask,
-                                   random=self.config.dropout > 0)
-        return msa, pair
-
-
 TWINS = dict(
-    msa_row_attention=RowAttentionTwin, msa_column_attention=ColumnAttentionTwin,
-    msa_transition=TransitionTwin, outer_product_mean=OuterProductMeanTwin,
-    triangle_mult_outgoing=TriangleMultiplicationTwin, triangle_mult_incoming=TriangleMultiplicationTwin,
-    triangle_attn_starting=TriangleAttentionTwin, triangle_attn_ending=TriangleAttentionTwin,
-    pair_transition=TransitionTwin)
+    FusedMSARowAttention=RowAttentionTwin, FusedMSAColumnAttention=ColumnAttentionTwin,
+    MSATransition=TransitionTwin, OuterProductMean=OuterProductMeanTwin,
+    FusedTriangleMultiplication=TriangleMultiplicationTwin, FusedTriangleAttention=TriangleAttentionTwin,
+    PairTransition=TransitionTwin)
 
 
 @cache
@@ -236,31 +212,39 @@ def joined(twin, plain):
     return type(f"Fast{plain.__name__.removeprefix('Fused')}", (twin, plain), {})
 
 
-def swap_in(module, twin, plan=None):
-    """Turn this module into its twin, and give it this plan."""
-    module.__class__, module.plan = joined(twin, type(module)), plan
+def wanted(fusion):
+    """Whether a FusionConfig asks for twins."""
+    return Plan.of(fusion) != Plan()
 
 
-def swap_in_twins(block, fusion):
-    """Swap in the twins of a block and of its sub-layers, if a FusionConfig asks for any."""
-    plan = Plan.of(fusion)
-    if plan != Plan():
-        swap_in(block, BlockTwin, plan)
-        for name, twin in TWINS.items():
-            swap_in(getattr(block, name), twin, plan)
+def make(plain, config, fusion, **kind):
+    """A sub-layer of this class of the model, or of its twin."""
+    made = joined(TWINS[plain.__name__], plain) if wanted(fusion) else plain
+    return made(config, fusion, **kind)
+
+
+def run_block(block, msa, pair, seq_mask, row_mask):
+    """Alg. 6 with twins: sub-layers add to the residual, and two hand on what they read."""
+    along_1, along_2 = (partial(block.dropout_factors, dim=dim) for dim in (1, 2))
+    msa, pair = block.msa_row_attention(msa, pair, seq_mask, onto=msa, dropout_factors=along_1)
+    msa = block.msa_column_attention(msa, row_mask, onto=msa)
+    msa = block.msa_transition(msa, onto=msa)
+    pair, msa = block.outer_product_mean(msa, row_mask, onto=pair)
+    pair = block.triangle_mult_outgoing(pair, seq_mask, onto=pair, dropout_factors=along_1)
+    pair = block.triangle_mult_incoming(pair, seq_mask, onto=pair, dropout_factors=along_1)
+    pair = block.triangle_attn_starting(pair, seq_mask, onto=pair, dropout_factors=along_1)
+    pair = block.triangle_attn_ending(pair, seq_mask, onto=pair, dropout_factors=along_2)
+    pair = block.pair_transition(pair, onto=pair)
+    return msa, pair
+
+
+def keep_the_last(block):
+    """With selective checkpointing the last block's last two sub-layers keep what backward needs. Backward
+    begins with them: recomputing them lowers no peak, which comes while everything else is still kept."""
+    for layer in (block.triangle_attn_ending, block.pair_transition):
+        layer.plan = replace(layer.plan, recompute=False)
 
 
 def compiler_options(fusion):
     """For torch.compile: whether it gathers the small gradients of a block."""
     return dispatch.gathered_gradients(fusion.enable_triton_weight_gradients)
-
-
-def swap_in_model_twin(model):
-    """Recompute whole blocks, if the model's FusionConfig asks for that."""
-    if model.fusion.enable_activation_checkpointing:
-        swap_in(model, CheckpointedTwin)
-    # Backward begins with the last block's last two sub-layers. Recomputing them lowers no peak: it comes
-    # when everything else is still kept.
-    for layer in (model.blocks[-1].triangle_attn_ending, model.blocks[-1].pair_transition):
-        if isinstance(layer, SubLayerTwin):
-            layer.plan = replace(layer.plan, recompute=False)

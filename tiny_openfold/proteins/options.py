@@ -93,7 +93,7 @@ class TritonSwitches(options.Switches):
              self.enable_triton_attention and asked != "auto"),
             ("triton-outer-layout is for outer products that are not re-associated",
              self.enable_triton_outer_layout
-             and self.reassociates(training.batch_size, c.num_seqs, c.seq_len, False)),
+             and self.weight_first(training.batch_size, c.num_seqs, c.seq_len, tie=False)),
             ("triton-weight-gradients needs torch.compile",
              self.enable_triton_weight_gradients and not self.enable_torch_compile)) if holds]
         return found + idle_kernels(self, dict(
