@@ -16,24 +16,23 @@ from fusion_lab.training.evaluations import Evaluation
 from tests.second_program import PROGRAM as SMALL_PROGRAM
 from tests.second_program import Numbers
 from tests.support import PATIENCE, ROOT
-from tiny_openfold.proteins.batches import SyntheticProteins
 
 SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
          "--num-seqs 4 --seq-len 8 --batch-size 1 --warmup-steps 0 --num-steps 2 --device cpu").split()
 
 
-def train(directory, *flags, program=tof.PROGRAM):
-    return tof.main([*SMALL, "--profile-dir", str(directory / "p"), *map(str, flags)], program)
+def train(directory, *flags):
+    return tof.main([*SMALL, "--profile-dir", str(directory / "p"), *map(str, flags)])
 
 
-# --- The summary is there whatever fails after the training ------------------------------------------------
+def train_small(directory, *flags, data):
+    """The small program, with other data."""
+    return tof.main([*"--width 4 --num-steps 2 --warmup-steps 0 --device cpu --profile-dir".split(),
+                     str(directory / "p"), *map(str, flags)],
+                    dataclasses.replace(SMALL_PROGRAM, data=data))
 
-def samples(directory):
-    summary = json.loads((directory / "p/performance_summary_v2.json").read_text())
-    return summary["performance_summary"]["total_samples"]
 
-
-class Unlucky(SyntheticProteins):
+class Unlucky(Numbers):
     def evaluate(self, trainer, stop, final=False):
         if final:
             raise RuntimeError("no map today")
@@ -41,8 +40,9 @@ class Unlucky(SyntheticProteins):
 
 def test_a_failing_evaluation_leaves_the_summary(tmp_path):
     with pytest.raises(RuntimeError, match="no map today"):
-        train(tmp_path, program=dataclasses.replace(tof.PROGRAM, data=Unlucky))
-    assert samples(tmp_path) == 2
+        train_small(tmp_path, data=Unlucky)
+    summary, = (tmp_path / "p").glob("performance_summary*.json")
+    assert json.loads(summary.read_text())["training_params"]["num_steps"] == 2
 
 
 EARLIER = dict(version="v1", performance_summary=dict(avg_training_speed=1e-3, peak_memory_mb=float("nan")))
@@ -105,10 +105,8 @@ class Worsening(Choosing):
 
 
 def train_chooser(directory, *flags, data=Choosing):
-    """The small program, with evaluations that choose."""
-    return tof.main([*"--width 4 --num-steps 2 --warmup-steps 0 --device cpu --profile-dir".split(),
-                     str(directory / "p"), *map(str, flags)],
-                    dataclasses.replace(SMALL_PROGRAM, data=data))
+    """With evaluations that choose."""
+    return train_small(directory, *flags, data=data)
 
 
 @pytest.mark.parametrize("flag", ["--save-checkpoint", "--save-best"])
@@ -127,22 +125,16 @@ def test_what_is_no_checkpoint_is_never_overwritten(flag, name, tmp_path, capsys
     assert path.read_bytes() == before and os.listdir(tmp_path) == [name]
 
 
-@pytest.mark.parametrize("flag", ["--save-checkpoint", "--save-best"])
-def test_a_checkpoint_of_an_earlier_run_is_set_aside(flag, tmp_path, capsys):
-    path = tmp_path / "c.pt"
-    assert train_chooser(tmp_path / "a", flag, path) == 0
-    before = path.read_bytes()
-    assert train_chooser(tmp_path / "b", flag, path, "--seed", 1) == 0
-    old, = tmp_path.glob("c.pt.old-*")
-    assert old.name in capsys.readouterr().out and old.read_bytes() == before != path.read_bytes()
-    assert sorted(place.name for place in tmp_path.iterdir()) == ["a", "b", "c.pt", old.name]
-
-
-def test_the_checkpoint_that_is_resumed_is_no_earlier_runs(tmp_path):
-    path = tmp_path / "c.pt"
-    assert train(tmp_path, "--save-checkpoint", path) == 0
-    assert train(tmp_path, "--save-checkpoint", path, "--resume", path, "--num-steps", 3) == 0
-    assert sorted(os.listdir(tmp_path)) == ["c.pt", "p"] and torch.load(path)["step"] == 3
+def test_checkpoints_of_an_earlier_run_are_set_aside(tmp_path, capsys):
+    paths = tmp_path / "c.pt", tmp_path / "b.pt"
+    flags = "--save-checkpoint", paths[0], "--save-best", paths[1]
+    assert train_chooser(tmp_path / "a", *flags) == 0
+    before = [path.read_bytes() for path in paths]
+    assert train_chooser(tmp_path / "b", *flags, "--seed", 1) == 0
+    out = capsys.readouterr().out
+    for path, content in zip(paths, before, strict=True):
+        old, = tmp_path.glob(f"{path.name}.old-*")
+        assert old.name in out and old.read_bytes() == content != path.read_bytes()
 
 
 def test_the_best_weights_of_the_run_that_is_resumed_stay(tmp_path):
@@ -162,9 +154,9 @@ def test_the_best_weights_of_the_run_that_is_resumed_stay(tmp_path):
 def test_checkpoints_in_the_run_s_own_directory(tmp_path, capsys):
     place = tmp_path / "p"
     for force in ((), ("--force",)):  # the second sets the whole first run aside
-        assert train(tmp_path, "--save-checkpoint", place / "c.pt", *force) == 0
+        assert train_chooser(tmp_path, "--save-checkpoint", place / "c.pt", *force) == 0
         assert (place / "c.pt").exists() and not list(place.glob("*.lock")) and not list(place.glob("*.old*"))
-    assert train(tmp_path, "--save-checkpoint", place / "metrics.jsonl", "--force") == 2
+    assert train_chooser(tmp_path, "--save-checkpoint", place / "metrics.jsonl", "--force") == 2
     assert "metrics.jsonl" in capsys.readouterr().err and len(os.listdir(tmp_path)) == 2
 
 
