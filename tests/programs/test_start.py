@@ -47,15 +47,10 @@ def test_flags_are_judged_before_torch_is_imported(program, flags, code, words, 
 @pytest.mark.parametrize("program, flags, code, words", [
     (TRAINER, ["--program", SECOND, "--widt", "3"], 2, "unrecognized arguments: "),
     (TRAINER, ["--program", "nowhere.py"], 2, "no such Python file"),
-    (SESSION, ["--profile-step", "3"], 2, "unrecognized arguments: "),
-    (SESSION, ["--help"], 0, "--roofline"),
     (SESSION_SH, ["--validate-setup"], 2, "belongs to tiny_openfold_v2.py"),
-    (SESSION, ["--contacts", "x"], 2, "--contacts: belongs to tiny_openfold_v2.py"),
     (STUDY, ["--", "--contacts", "x"], 2, "not allowed with argument"),
     (SESSION, ["--program", SECOND, "--profile-steps", "0"], 2, "must be at least 1"),
-    (STUDY, ["--num-run", "3"], 2, "unrecognized arguments: "), (STUDY, ["--help"], 0, "--ablation"),
-    (STUDY, ["--", "--num-bloks", "1"], 2, "unrecognized arguments: "),
-    (STUDY, ["--msa-heads", "5"], 2, "go behind --"),
+    (STUDY, ["--num-run", "3"], 2, "unrecognized arguments: "),
     (STUDY, ["--", "--msa-heads", "5"], 2, "must divide"),
     (STUDY, ["--program", SECOND, "--widths", "x"], 2, "argument --widths")])
 def test_wrong_flags_of_tools_are_one_line(program, flags, code, words, tmp_path):
@@ -129,17 +124,12 @@ def test_a_second_run_sets_the_first_aside(tmp_path, monkeypatch, capsys):
     flags = [*SMALL, "--num-steps", "1"]
     assert tof.main(flags) == tof.main(flags) == 0
     assert len(list(tmp_path.glob("pytorch_profiles_v2.old-*"))) == 1
-    flags = ["--num-steps", 2, "--eval-every", 1]
-    assert train("mine", *flags) == 0
-    assert "mine/contacts.png" in capsys.readouterr().out
-    made = sorted(path.name for path in (tmp_path / "mine").iterdir())
-    assert {"performance_summary_v2.json", "metrics.jsonl", "contacts.png", "contacts.tsv"} <= set(made)
+    os.rename("pytorch_profiles_v2", "mine")
     before = (tmp_path / "mine/metrics.jsonl").read_bytes()
-    assert train("mine", *flags) == 2
+    capsys.readouterr()
+    assert train("mine", "--num-steps", 1) == 2
     error = capsys.readouterr().err
     assert "mine is not empty" in error and "--force" in error and error.count("\n") == 1
-    assert train("mine", *flags, "--force") == 0
+    assert train("mine", "--num-steps", 1, "--force") == 0
     old, = tmp_path.glob("mine.old-*")
-    assert old.name in capsys.readouterr().out
-    assert (old / "metrics.jsonl").read_bytes() == before
-    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == made
+    assert old.name in capsys.readouterr().out and (old / "metrics.jsonl").read_bytes() == before
