@@ -131,6 +131,11 @@ def test_what_cannot_be_used_is_one_line(setup, capsys):
     assert not (setup / "fold").exists()
 
 
+def test_a_fold_that_is_not_finite_is_not_written(setup, monkeypatch):
+    monkeypatch.setattr(folding, "folded", lambda *given: SimpleNamespace(atoms=a_fold() * float("nan")))
+    assert run("x.a3m") == 1 and not list((setup / "fold").iterdir())
+
+
 # --- What is said and written ----------------------------------------------------------------------------
 
 
@@ -144,22 +149,6 @@ def test_plddt_is_high_where_the_distogram_knows_the_fold(monkeypatch):
     assert fold is made and asked == [(SEQUENCE, 7, angles)] and 85 < plddt.min() <= plddt.max() <= 100
     _, other = fold_prediction.structure(found, tof.DISTANCE_CENTRES, 7, (0.1, 0.5))
     assert other == pytest.approx(10 + plddt / 2, abs=1e-3)
-
-
-def test_plddt_says_what_it_was_measured_on(capsys):
-    result = dict(plddt=61.6, plddt_calibrated_on="13 families", untested="", energy=-1.234, other_hand=0.5)
-    fold_prediction.print_fold(result)
-    assert "13 families" in capsys.readouterr().out
-    fold_prediction.print_fold(result | dict(plddt_calibrated_on=None, untested="few rows"))
-    assert capsys.readouterr().out.count("not measured") == 2
-
-
-def test_scores_of_too_few_residues_are_none(capsys):
-    found = SimpleNamespace(protein=SimpleNamespace(chain=""))
-    fold_prediction.print_scores(dict(residues_compared=23, tm_score=0.51, lddt_ca=0.61, rmsd=2.0), found)
-    assert "TM-score 0.51" in capsys.readouterr().out
-    fold_prediction.print_scores(None, found)
-    assert "Too few" in capsys.readouterr().out
 
 
 def test_what_can_be_checked_of_a_chain():
@@ -176,17 +165,6 @@ def test_what_can_be_checked_of_a_chain():
     made.atoms = made.atoms[:1]
     said = fold_prediction.quality(made, "M")
     assert said["longest_peptide_bond"] is None and said["worst_overlap"] == 0
-
-
-def test_remarks_of_a_pdb_file(tmp_path):
-    table, atoms = a_map()
-    found = SimpleNamespace(protein=SimpleNamespace(name="x", sequence=SEQUENCE), table=lambda: table)
-    for untested in ("", "few rows"):
-        writers = fold_prediction.writers(found, atoms, np.linspace(20, 95, 24),
-                                          dict(rows_used=7, untested=untested))
-        writers[".pdb"](tmp_path / "x.pdb")
-        remarks = re.findall("(?m)^REMARK.*", (tmp_path / "x.pdb").read_text())
-        assert len(remarks) == 2 + bool(untested) and "FROM 7 ROWS" in remarks[0]
 
 
 # --- The page -------------------------------------------------------------------------------------------

@@ -218,6 +218,16 @@ def test_several_alignments_are_predicted_by_one_model(tmp_path, model_file, cap
         assert words in refused(capsys, "--contacts", *argv, *flags)
 
 
+def test_a_seed_draws_the_rows(tmp_path, model_file):
+    alignment, maps = an_alignment(tmp_path / "x.a3m"), []
+    for number, seed in enumerate((1, 1, 2)):
+        place = tmp_path / str(number)
+        assert run("--contacts", alignment, "--resume", model_file, "--device", "cpu", "-o", place, "--seed",
+                   seed, "--eval-seqs", 5) == 0
+        maps.append(np.load(place / "x.npz")["probability"])
+    assert np.array_equal(maps[0], maps[1]) and not np.array_equal(maps[0], maps[2])
+
+
 def test_an_alignment_from_standard_input(tmp_path, model_file, monkeypatch):
     with open(an_alignment(tmp_path / "x.a3m")) as file:
         monkeypatch.setattr("sys.stdin", file)

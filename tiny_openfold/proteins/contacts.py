@@ -5,6 +5,7 @@ import statistics
 from importlib.util import find_spec
 
 import torch
+from tqdm import tqdm
 
 from fusion_lab.measuring.plotting import require_matplotlib, spared
 from fusion_lab.training.evaluations import Evaluation, evaluating
@@ -79,7 +80,7 @@ def evaluate(trainer, source, stop, final=False):
     with evaluating(trainer.model):
         for group, proteins in source.evaluation().items():
             results[group] = {}
-            for name, batch in proteins:
+            for name, batch in tqdm(proteins, f"Evaluating {group}", disable=None, leave=False):
                 if stop.signal:
                     break
                 if batch["coord_mask"].sum() <= SEPARATION:
