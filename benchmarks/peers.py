@@ -11,8 +11,8 @@ c 128.
 Columns, in ms: the GPU's time alone for forward, and for forward and backward; the host's time for both; a
 call from Python, waited for. Peak memory is beyond the inputs. Errors are the largest ones, relative to the
 largest number of a tensor, against float64: of the output, and of the worst gradient. The profiler says which
-kernels ran; a peer whose own did not has failed, and so has one whose GPU seems to take longer than the whole
-call, because the host stalled while it was timed.
+kernels ran; a peer whose own did not has failed, and so has one whose GPU seems to take longer for a part
+than for the whole, because the host stalled while it was timed.
 
 Writes OUT/peers.json after each size. Exit code 1 if ours fails or is beyond three times plain PyTorch's
 errors, 4 without a GPU.
@@ -45,7 +45,7 @@ from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
 OPERATIONS = ("attention", "multiplication")
 JUDGED = "ours"
 QUEUES = 5  # of calls, each timed as a whole: the host may stall in one
-SLACK = 1.05  # how much longer than a whole call the GPU may seem to take: clocks change
+SLACK = 1.05  # how much longer than the whole a part may seem to take: clocks change
 COLUMNS = dict(forward_ms="GPU, forward", both_ms="GPU, both", host_ms="host, both", called_ms="called, both")
 
 
@@ -144,9 +144,10 @@ def refuse(row, peer):
     if not any(re.search(peer.proof, name) for name, _ in row["kernels"]):
         ran = "; ".join(name[:40] for name, _ in row["kernels"][:3])
         raise UserError(f"its kernel did not run, but {ran}")
-    if row["both_ms"] > SLACK * row["called_ms"]:
-        raise UserError(f"the GPU seems to take {row['both_ms']:.3f} ms of a call of {row['called_ms']:.3f}: "
-                        "the host stalled")
+    for part, whole in (("forward_ms", "both_ms"), ("both_ms", "called_ms")):
+        if row[part] > SLACK * row[whole]:
+            raise UserError(f"{COLUMNS[part]} seems to take {row[part]:.3f} ms of the {row[whole]:.3f} of "
+                            f"{COLUMNS[whole]}: the host stalled")
 
 
 def judge(rows, dtype):

@@ -75,13 +75,14 @@ def test_a_peer_that_is_wrong_or_fell_back_is_said():
     assert [bool(re.search(proof, name)) for name in ran] == [True, False]
 
 
-def test_a_gpu_that_seems_slower_than_the_whole_call_is_refused():
+def test_a_part_that_seems_slower_than_the_whole_is_refused():
     from benchmarks import peers
     peer = types.SimpleNamespace(proof="^ours")
-    row = dict(kernels=[("ours_kernel", 1.0)], both_ms=1.0, called_ms=1.2)
+    row = dict(kernels=[("ours_kernel", 1.0)], forward_ms=0.4, both_ms=1.0, called_ms=1.2)
     peers.refuse(row, peer)
-    with pytest.raises(files.UserError, match="the host stalled"):
-        peers.refuse(dict(row, both_ms=1.3), peer)
+    for wrong in (dict(both_ms=1.3), dict(forward_ms=1.1)):
+        with pytest.raises(files.UserError, match="the host stalled"):
+            peers.refuse(row | wrong, peer)
     with pytest.raises(files.UserError, match="its kernel did not run, but other"):
         peers.refuse(dict(row, kernels=[("other", 1.0)]), peer)
 
