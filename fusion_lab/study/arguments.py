@@ -8,7 +8,7 @@ from fusion_lab import commands
 from fusion_lab.measuring.variants import BASELINE, FUSED, GIVEN, ONLY, WITHOUT, make_variants, spelled
 from fusion_lab.study.design import Study, plural
 from fusion_lab.training import flags
-from fusion_lab.training.files import EXIT_CODES
+from fusion_lab.training.files import EXIT_CODES, UserError
 from fusion_lab.training.flags import Parser, flag, whole_number
 from fusion_lab.training.program import ROOT
 
@@ -81,7 +81,7 @@ def own_part(argv):
 
 
 def parse(argv, program):
-    """(options, Study). Ends the program on wrong use; raises UserError for a name that is no setting."""
+    """(options, Study). Ends the program on wrong use."""
     own, parser = own_part(argv), make_parser(program)
     options, unknown = parser.parse_known_args(own)
     if unknown:
@@ -112,7 +112,7 @@ def wanted(options, defaults):
 
 def check_trainer_flags(parser, program, study):
     """Let the trainer judge its flags at every shape, and the comparison the settings, before the first point
-    runs. Raises UserError."""
+    runs. Ends the program on wrong use."""
     own = {*OWN, *map(flag, program.axes)}
     for word in study.trainer_flags:
         switch = word.startswith(("--enable-", "--disable-")) and GIVEN not in study.settings
@@ -121,4 +121,7 @@ def check_trainer_flags(parser, program, study):
     theirs = flags.make_parser(program, prog=f"{SCRIPT}: flags after --")
     for shape in study.shapes():
         _, settings, _ = flags.parse(theirs, program, [*study.flags(shape), "--compare-fusion"])
-    make_variants(settings, study.settings, on_gpu=True)
+    try:
+        make_variants(settings, study.settings, on_gpu=True)
+    except UserError as error:
+        parser.error(str(error).replace("--variants", "argument --settings"))

@@ -236,7 +236,7 @@ def test_figures_are_written_before_pictures_can_fail(fake, monkeypatch, capsys)
 
 @pytest.mark.parametrize("flags, words", [
     (["--batch-sizes", "2 x"], "--batch-sizes: '2 x'"), (["--widths", "0"], "--widths: '0'"),
-    (["--settings", "fussed"], "'fussed'"), (["--num-runs", "0"], "--num-runs: '0'"),
+    (["--settings", "fussed"], "--settings 'fussed'"), (["--num-runs", "0"], "--num-runs: '0'"),
     (["--timeout", "0"], "--timeout: '0'"), (["--report-only"], "--report-only: needs --study-name"),
     (["--device", "cuda:77"], "--device cuda:77"), (["--program", "nowhere.py"], "no such Python file"),
     (["--depth", "1"], "--depth 1; flags of fake_program.py go behind --"),
