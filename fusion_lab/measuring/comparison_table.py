@@ -126,6 +126,16 @@ def below(found):
     return [*lines, "", *in_words(rows), "", *headline(rows, about["nominal"], about["launch_kind"])]
 
 
+class Notes:
+    """What goes on, with the time since the first moment, on stderr: stdout is for the table."""
+
+    def __init__(self):
+        self.started = time.monotonic()
+
+    def __call__(self, text):
+        print(f"[{time.monotonic() - self.started:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+
 def compare_fusion(program, settings, names=None, rounds=None):
     """--compare-fusion: print rows and write fusion_comparison_*.json as they become known; exit code 0, or
     that of the signal that ended it early."""
@@ -133,13 +143,10 @@ def compare_fusion(program, settings, names=None, rounds=None):
     make_variants(settings, names, device.type == "cuda")  # a wrong name moves no earlier results
     settings = settings.claimed()
     path = os.path.join(settings.profiler.profile_dir, program.result("fusion_comparison"))
-    started, printed = time.monotonic(), 0
+    printed = 0
     print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)}", flush=True)
     if device.type == "cpu" and (busy := busy_line(os.getloadavg()[0], os.cpu_count())):
         print(busy, flush=True)
-
-    def note(text):
-        print(f"[{time.monotonic() - started:4.0f} s] {text}", file=sys.stderr, flush=True)
 
     def show(found):
         nonlocal printed
@@ -149,7 +156,7 @@ def compare_fusion(program, settings, names=None, rounds=None):
             printed = len(lines)
             write_json(path, found.as_dict())
 
-    found = compare(program, settings, names, rounds, show, note, stop := StopRequest())
+    found = compare(program, settings, names, rounds, show, Notes(), stop := StopRequest())
     rows = [dict(name=row.name, speedup=row.speedup) for row in found.rows if row.measured]
     if not rows:
         print("Interrupted before the first round: no figures")

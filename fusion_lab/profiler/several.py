@@ -1,10 +1,9 @@
 """Several sessions: of every fusion alone and left out, or of the baseline (V1) and the given switches."""
 import contextlib
 import os
-import sys
 
 from fusion_lab.measuring.compare import compare, release
-from fusion_lab.measuring.comparison_table import below, table
+from fusion_lab.measuring.comparison_table import Notes, below, table
 from fusion_lab.measuring.tables import code
 from fusion_lab.measuring.variants import (
     BASELINE,
@@ -35,11 +34,8 @@ def ablation_names(program):
 
 def compared(program, settings, names, rounds, show=lambda found: None):
     """compare(), which says on stderr what goes on and that a signal ends, with what show() has kept."""
-    def note(text):
-        print(text, file=sys.stderr, flush=True)
-
-    with StopRequest() as stop:
-        found = compare(program, settings, names, rounds, show, note, stop)
+    stop = StopRequest()  # which compare() enters
+    found = compare(program, settings, names, rounds, show, Notes(), stop)
     release()
     if stop.signal:
         raise UserError("interrupted: what is known so far was kept", 128 + stop.signal)
