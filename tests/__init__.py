@@ -3,6 +3,7 @@
 tests/kernels/attention/test_operator.py tests fusion_lab/kernels/attention/operator.py, and so on: folders
 are as in fusion_lab, tiny_openfold and companions.
 
+    kernels/     problems.py: functions of kernels beside PyTorch's; test_families.py: what all of them keep
     model/       tiny_openfold_v2.py: layers, Evoformer, trainer, training loop
     programs/    whole programs as a user starts them: runs, stops, wrong use, damaged files, verbs on a GPU
     test_house   imports run one way, and every program keeps to the seam

@@ -20,14 +20,20 @@ def output_project(og, weight, bias, residual=None, drop=None, scale=1.0):
     return update if residual is None else residual + update
 
 
+def gated_attention(x, heads, axis, bias=None, keys=None, gate_bias=None):
+    """Of packed q, k, v and gate."""
+    q, k, v, gate = attention.views([x], heads, axis, True)
+    gate_bias = None if gate_bias is None else gate_bias.view(heads, -1)
+    out = attention.reference(q, k, v, bias, keys, gate, gate_bias)
+    return out.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
+
+
 def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads, axis,
                     bias=None, head_weight=None, keys=None, eps=1e-5, residual=None, drop=None):
     y, own_bias = norm_project(x, norm_weight, norm_bias, weight, head_weight, eps)
     if own_bias is not None:
         bias = own_bias.mT if axis == 1 else own_bias
-    q, k, v, gate = attention.views([y], heads, axis, True)
-    og = attention.reference(q, k, v, bias, keys, gate, gate_bias.view(heads, -1))
-    og = og.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
+    og = gated_attention(y, heads, axis, bias, keys, gate_bias)
     return output_project(og, out_weight, out_bias, residual, drop)
 
 

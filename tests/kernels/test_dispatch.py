@@ -1,13 +1,17 @@
-"""Which implementation and dtype is chosen, and what is handed to kernels: by recorders in their place."""
+"""Which implementation and dtype is chosen, and what FlexAttention computes; also without Triton."""
+import subprocess
+import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import flex_attention
 
-from fusion_lab.kernels import dispatch, limits, precision
+from fusion_lab.kernels import DROP_IN, dispatch, limits, precision
 from fusion_lab.kernels.library import attention_choice
+from tests.support import ROOT
 
 CPU, GPU = torch.device("cpu"), SimpleNamespace(type="cuda")
 
@@ -18,6 +22,15 @@ CPU, GPU = torch.device("cpu"), SimpleNamespace(type="cuda")
 def test_dtype_of_amp(asked, device, found):
     assert precision.amp_dtype(SimpleNamespace(use_amp=True, amp_dtype=asked), device) == found
     assert precision.amp_dtype(SimpleNamespace(use_amp=False, amp_dtype=asked), device) is None
+
+
+def test_tf32_is_on_where_the_gpu_has_it(monkeypatch):
+    wanted = SimpleNamespace(use_tf32=True)
+    for expected in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda expected=expected: expected)
+        assert precision.runs_in_tf32(wanted, torch.device("cuda")) is expected
+    assert not precision.runs_in_tf32(wanted, CPU)
+    assert not precision.runs_in_tf32(SimpleNamespace(use_tf32=False), torch.device("cuda"))
 
 
 def test_widths_that_kernels_take():
@@ -43,121 +56,47 @@ def test_amds_architecture_goes_without_its_features(monkeypatch):
     assert [name for name, found in cores.items() if found] == ["gfx908", "gfx90a", "gfx942", "gfx950"]
 
 
-def test_what_the_start_up_line_calls_it(monkeypatch):
+ROWS, COLUMNS = (64, 32, True), (16, 32, False)  # length, width of a head, whether there is a bias
+AMD_ROWS = dict(rows=ROWS, columns=(64, 32, False))
+
+
+@pytest.mark.parametrize("arch, requested, kernels, on_gpu, given, words", [
+    ("", "auto", False, False, dict(rows=ROWS, columns=COLUMNS), "math on CPU; columns: sdpa: flash on CPU"),
+    ("", "math", False, False, dict(rows=ROWS, columns=COLUMNS), "math on CPU"),
+    ("", "auto", False, True, dict(rows=ROWS, columns=COLUMNS), "flex_attention"),
+    ("", "sdpa", False, True, dict(rows=ROWS, columns=COLUMNS), "sdpa"),
+    ("", "auto", True, True, dict(rows=ROWS, columns=COLUMNS), "triton_attention"),
+    ("", "auto", True, True, dict(rows=(64, 129, True)), "sdpa"),
+    ("", "auto", True, True, dict(rows=ROWS, dtype=torch.float32), "math"),
+    ("gfx942", "auto", False, True, AMD_ROWS, "flex_attention; columns: sdpa; gfx942: CDNA, not measured"),
+    ("gfx1100", "auto", False, True, AMD_ROWS,
+     "sdpa; gfx1100: not CDNA, so no FlexAttention, not measured")])
+def test_what_the_start_up_line_calls_it(arch, requested, kernels, on_gpu, given, words, monkeypatch):
     monkeypatch.setattr(attention_choice, "HAS_TRITON", True)
-    monkeypatch.setattr(torch.version, "hip", None)
-    words = {"rows": (64, 32, True), "columns": (16, 32, False)}
-    half = dict(dtype=torch.bfloat16, **words)
-    both = "math on CPU; columns: sdpa: flash on CPU"
-    assert attention_choice.in_words("auto", False, False, **half) == both
-    both = "sdpa: math on CPU; columns: sdpa: flash on CPU"
-    assert attention_choice.in_words("sdpa", False, False, **half) == both
-    assert attention_choice.in_words("math", False, False, **half) == "math on CPU"
-    assert attention_choice.in_words("auto", False, True, **half) == "flex_attention"
-    assert attention_choice.in_words("sdpa", False, True, **half) == "sdpa"
-    assert attention_choice.in_words("auto", True, True, **half) == "triton_attention"
-    wide = dict(dtype=torch.bfloat16, rows=(64, 129, True))
-    assert attention_choice.in_words("auto", True, True, **wide) == "sdpa"
-    assert attention_choice.in_words("auto", True, True, dtype=torch.float32, rows=(64, 32, True)) == "math"
+    monkeypatch.setattr(attention_choice, "architecture", lambda on_gpu: arch)
+    given = dict(dtype=torch.bfloat16) | given
+    assert attention_choice.in_words(requested, kernels, on_gpu, **given) == words
 
 
-def test_what_flex_attention_is_given(monkeypatch):
-    calls = []
-
-    def kernel(q, k, v, **options):
-        calls.append((q, k, v, options))
-        return q
-    monkeypatch.setattr(attention_choice, "compiled_flex_attention", lambda: kernel)
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(attention_choice, "NO_BLOCK_MASK", {CPU: "a mask"})
-    q, k, v = torch.randn(3, 2, 3, 4, 5, 32, dtype=torch.bfloat16)
-    bias = torch.randn(1, 4, 5, 5, dtype=torch.bfloat16)
-    assert torch.equal(attention_choice.flex_attend(q, k, v, bias), q)
-    *given, options = calls.pop()
-    assert all(torch.equal(flat, x.reshape(6, 4, 5, 32)) for flat, x in zip(given, (q, k, v), strict=True))
-    tiles = dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4,
-                 bwd_num_stages=2)
-    assert options["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True, **tiles)
-    assert options["block_mask"] == "a mask" and len(options) == 3
-    attention_choice.flex_attend(q, k, v, None)
-    assert calls.pop()[3]["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True, **tiles)
-    bias = bias.expand(2, -1, -1, -1).clone()
-    bias[1] += 1
-    attention_choice.flex_attend(q, k, v, bias)  # rows 0 to 2 are the first sample's
-    score = calls.pop()[3]["score_mod"]
-    assert score(torch.tensor(2.0), 4, 3, 1, 2) == 2 + bias[1, 3, 1, 2].float()
-    for width, dtype, biased in ((64, torch.bfloat16, True), (32, torch.float32, False)):
-        x = torch.zeros(1, 2, 1, 3, width, dtype=dtype)
-        attention_choice.flex_attend(x, x, x, torch.zeros(1, 1, 3, 3) if biased else None)
-        options = calls.pop()[3]
-        assert options["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True)
-        assert (options["score_mod"] is None) is (not biased)
-    monkeypatch.setattr(torch.version, "hip", "7.0")  # where no tiles were measured
-    x = torch.zeros(1, 2, 1, 3, 32, dtype=torch.bfloat16)
-    attention_choice.flex_attend(x, x, x, torch.zeros(1, 1, 3, 3))
-    assert calls.pop()[3]["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True)
+@pytest.mark.parametrize("biased", [True, False])
+def test_flex_attention_is_attention(biased, monkeypatch):
+    """By PyTorch's own code of it, which is not compiled."""
+    monkeypatch.setattr(attention_choice, "compiled_flex_attention", lambda: flex_attention)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 4, 5, 16)
+    bias = torch.randn(2, 1, 5, 5) if biased else None
+    exact = (q @ k.mT / 4 + (0 if bias is None else bias[:, None])).softmax(-1) @ v
+    assert torch.allclose(attention_choice.flex_attend(q, k, v, bias), exact, atol=1e-5)
 
 
-def test_the_start_up_line_on_amd(monkeypatch):
-    monkeypatch.setattr(attention_choice, "HAS_TRITON", True)
-    words = dict(dtype=torch.bfloat16, rows=(64, 32, True), columns=(64, 32, False))
-    for arch, said in (("gfx942", "flex_attention; columns: sdpa; gfx942: CDNA, not measured"),
-                       ("gfx1100", "sdpa; gfx1100: not CDNA, so no FlexAttention, not measured")):
-        monkeypatch.setattr(attention_choice, "architecture", lambda on_gpu, arch=arch: arch)
-        assert attention_choice.in_words("auto", False, True, **words) == said
-        assert attention_choice.remark(arch) == said.rpartition("; ")[2]
-
-
-def test_which_kernel_causal_attention_runs(monkeypatch):
-    calls = []
-
-    def choice(*tensors, **options):
-        calls.append((*tensors, options))
-        return SDPBackend.FLASH_ATTENTION.value
-    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
-    monkeypatch.setattr(torch.Tensor, "shown", lambda x: (*x.shape, x.dtype, x.device.type, x.requires_grad),
-                        raising=False)
-    found = attention_choice.causal_kernel((8, 2, 3), 16, 64, torch.device("meta"), torch.bfloat16)
-    *tensors, options = calls.pop()
-    assert found == "flash attention" and options == dict(is_causal=True, enable_gqa=True)
-    assert [x.shown() for x in tensors] == [(1, heads, 16, 64, torch.bfloat16, "meta", True)
-                                            for heads in (8, 2, 3)]
-
-
-def test_a_block_mask_is_made_once_for_a_gpu_with_triton(monkeypatch):
-    gpu, made = torch.device("cuda"), {}
-    monkeypatch.setattr(attention_choice, "NO_BLOCK_MASK", made)
-    for name in ("ones", "zeros"):
-        real = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *size, device=None, real=real, **more: real(*size, **more)
-                            if device is gpu else pytest.fail("not there"))
-    monkeypatch.setattr(attention_choice, "HAS_TRITON", False)
-    attention_choice.prepare_flex_attention(gpu)
-    monkeypatch.setattr(attention_choice, "HAS_TRITON", True)
-    attention_choice.prepare_flex_attention(CPU)
-    with FakeTensorMode():
-        attention_choice.prepare_flex_attention(gpu)
-    assert made == {}
-    attention_choice.prepare_flex_attention(gpu)
-    mask = made[gpu]
-    assert mask.BLOCK_SIZE == (2 ** 30, 2 ** 30) and mask.kv_num_blocks.tolist() == [[[1]]]
-    assert mask.kv_indices.tolist() == [[[[0]]]] and mask.kv_indices.dtype == torch.int32
-    assert mask.kv_num_blocks.dtype == torch.int32
-    attention_choice.prepare_flex_attention(gpu)
-    assert made == {gpu: mask}
-
-
-def test_flex_attention_is_compiled_once_for_many_shapes(monkeypatch):
+def test_flex_attention_is_compiled_for_many_shapes():
+    """Beyond Dynamo's limit of 8 the unfused code would run."""
     attention_choice.compiled_flex_attention.cache_clear()
-    calls = []
-    monkeypatch.setattr(torch, "compile", lambda *given, **named: calls.append((*given, named)) or "compiled")
-    for before, after in ((8, 64), (100, 100)):
-        with torch._dynamo.config.patch(recompile_limit=before):  # monkeypatch would hide it afterwards
-            found = [attention_choice.compiled_flex_attention() for _ in range(2)]
-            assert found == ["compiled"] * 2
-            assert torch._dynamo.config.recompile_limit == after
-        assert calls.pop() == (attention_choice.flex_attention, dict(dynamic=False)) and calls == []
-        attention_choice.compiled_flex_attention.cache_clear()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        found = attention_choice.compiled_flex_attention()
+        assert found is attention_choice.compiled_flex_attention()
+        assert torch._dynamo.config.recompile_limit == 64
+    attention_choice.compiled_flex_attention.cache_clear()
 
 
 def sizes(tensors):
@@ -166,26 +105,18 @@ def sizes(tensors):
 
 @pytest.mark.parametrize("biased", [True, False])
 def test_what_flex_attention_keeps_for_backward(biased):
+    """On tensors without values, from which memory is estimated."""
     half, single = torch.bfloat16, torch.float32
     with FakeTensorMode():
         q, k, v = (torch.zeros(2, 3, 4, 5, width, dtype=half, requires_grad=True) for width in (16, 17, 18))
         bias = torch.zeros(1, 1, 5, 5, dtype=half, requires_grad=True) if biased else None
         out = attention_choice.flex_attend(q, k, v, bias)
-        kept = out.grad_fn.saved_tensors
-        assert sizes(kept) == [(2, 3, 4, 5, 16, half), (2, 3, 4, 5, 17, half), (2, 3, 4, 5, 18, half),
-                               (1, 4, 5, 5, single) if biased else None, (2, 3, 4, 5, 16, half),
-                               (2, 3, 4, 5, single)]
+        assert sizes(out.grad_fn.saved_tensors) == [
+            (2, 3, 4, 5, 16, half), (2, 3, 4, 5, 17, half), (2, 3, 4, 5, 18, half),
+            (1, 4, 5, 5, single) if biased else None, (2, 3, 4, 5, 16, half), (2, 3, 4, 5, single)]
         out.sum().backward()
         assert sizes(x.grad for x in (q, k, v)) == sizes((q, k, v))
         assert not biased or sizes([bias.grad]) == sizes([bias])
-
-
-def test_compiled_code_calls_flex_attention_itself(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(attention_choice, "flex_attention", lambda q, k, v, **options: q + 1)
-    monkeypatch.setattr(attention_choice, "compiled_flex_attention", pytest.fail)
-    q = torch.zeros(2, 3, 4, 5, 16)
-    assert torch.equal(attention_choice.flex_attend(q, q, q, None), q + 1)
 
 
 def there(*shape, gpu=True, dtype=torch.bfloat16):
@@ -201,18 +132,16 @@ def there(*shape, gpu=True, dtype=torch.bfloat16):
     (lambda x: dispatch.takes_head_bias(x, 64), [(7, 256)], [(256, 7)]),
     (lambda x: dispatch.takes_head_bias(x, 65), [], [(7, 64)]),
     (lambda x: dispatch.takes_outer_sides(x, 32), [(7, 16), (7, 128)], [(16, 7), (7, 256)]),
-    (lambda x: dispatch.takes_outer_sides(x, 16), [(7, 64)], []),
     (lambda x: dispatch.takes_outer_sides(x, 8), [], [(7, 64)]),
     (lambda x: dispatch.takes_outer_sides(x, 64), [], [(7, 64)])])
 def test_which_sub_layers_are_given_to_kernels(ask, fits, does_not, monkeypatch):
-    for module in (attention_choice, dispatch):
-        monkeypatch.setattr(module, "HAS_TRITON", True)
-    fits, does_not = ([(2, 3, *shape) for shape in shapes] for shapes in (fits, does_not))
-    assert all(ask(there(*shape)) for shape in fits) and not any(ask(there(*shape)) for shape in does_not)
-    assert not any(ask(there(*shape, gpu=False)) or ask(there(*shape, dtype=torch.float32)) for shape in fits)
-    for module in (attention_choice, dispatch):
-        monkeypatch.setattr(module, "HAS_TRITON", False)
-    assert not any(ask(there(*shape)) for shape in fits)
+    for triton_is_there in (True, False):
+        for module in (attention_choice, dispatch):
+            monkeypatch.setattr(module, "HAS_TRITON", triton_is_there)
+        assert all(ask(there(2, 3, *shape)) == triton_is_there for shape in fits)
+        assert not any(ask(there(2, 3, *shape)) for shape in does_not)
+        for other in (dict(gpu=False), dict(dtype=torch.float32)):
+            assert not any(ask(there(2, 3, *shape, **other)) for shape in fits)
 
 
 def test_autocast_says_in_which_precision_a_kernel_runs(monkeypatch):
@@ -228,4 +157,29 @@ def test_which_projections_stay_with_the_library():
     assert dispatch.projections_by_library(MSA=(64, 4)) == ""
 
 
-# --- What the model's modules become for the kernels ------------------------------------------------------
+def test_a_path_without_kernels_is_said_once_for_each_kind_of_input(monkeypatch):
+    eager = pytest.importorskip("fusion_lab.kernels.eager")
+    monkeypatch.setattr(eager, "said", set())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for what in ("float32", "float32", "24 channels"):
+            eager.say_plain("some_name", what)
+    assert len(found) == 2 and "some_name" in str(found[0].message) and "float32" in str(found[0].message)
+
+
+WITHOUT_TRITON = f"""
+import sys
+sys.modules["triton"] = None
+import fusion_lab.kernels
+for name in {list(DROP_IN)}:
+    try:
+        getattr(fusion_lab.kernels, name)
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_functions_say_that_triton_is_missing():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], cwd=ROOT, capture_output=True, text=True,
+                          check=False)
+    assert done.stdout.count("needs Triton: pip install triton") == len(DROP_IN) and not done.stderr

@@ -74,7 +74,6 @@ def test_a_layer_makes_the_same_again(name):
     assert all(map(torch.equal, *results)) and kept[1] < 0.6 * kept[0]
 
 
-@pytest.mark.slow
 def test_a_compiled_block_keeps_as_little_and_knows_its_operations(monkeypatch):
     """The compiler may not move what is made again into the forward pass, where it would be kept."""
     monkeypatch.setattr(dispatch, "runs", lambda x: True)

@@ -54,31 +54,18 @@ def tensors():
     return [torch.randn(1, 3, 4, 16), torch.randn(1, 4, 4, 32)]
 
 
-@pytest.mark.parametrize("packing", ["qkv", *(pytest.param(name, marks=pytest.mark.slow)
-                                              for name in ("none", "gate"))])
-def test_a_block_is_what_it_is_without_kernels(packing):
-    ours, plain = blocks(packing)
-    assert all(layer.takes(tensors()[1]) for name, layer in ours.named_children())
+@pytest.mark.parametrize("packing, h, wraps", [
+    ("qkv", 4, True), ("none", 4, True), ("gate", 4, True), ("qkv", 16, True), ("gate", 16, True),
+    ("qkv", 4, False)])
+def test_a_block_is_what_it_is_without_kernels(packing, h, wraps, monkeypatch):
+    """The outer product from sides with a kernel (h 16) or without; transitions round library products or,
+    of many channels, their layers."""
+    monkeypatch.setattr(dispatch, "takes_transition", lambda x: wraps)
+    ours, plain = blocks(packing, h)
+    assert not wraps or all(layer.takes(tensors()[1]) for layer in ours.children())
     assert not violations(run(ours.eval()), run(plain.eval()), tensors())
 
 
-@pytest.mark.parametrize("packing, layers, h", [
-    ("qkv", "transition_layer", 16), *(pytest.param(*given, marks=pytest.mark.slow) for given in (
-        ("gate", "transition_layer", 16), ("gate", "transition_layer", 4), ("qkv", "two_layers", 4)))])
-def test_kernels_by_width(packing, layers, h, monkeypatch):
-    """The outer product laid out, from sides with a kernel, or without; transitions round library products,
-    or, of many channels, their layers."""
-    monkeypatch.setattr(dispatch, "takes_transition", lambda x: layers == "transition_layer")
-    (ours, plain), made = blocks(packing, h=h), []
-    for name in ("outer_layout", "sides", "two_layers", "transition_layer"):
-        call = getattr(dispatch, name)
-        monkeypatch.setattr(dispatch, name, lambda *given, name=name, call=call: (
-            made.append(name) or call(*given)))
-    assert not violations(run(ours.eval()), run(plain.eval()), tensors())
-    assert set(made) == {"outer_layout", layers, *["sides"] * (h == 16)}
-
-
-@pytest.mark.slow
 def test_compiled_checkpointed_and_without_gradients():
     ours = blocks("gate", 16)[0]
     given = [t.requires_grad_() for t in tensors()]

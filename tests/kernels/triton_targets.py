@@ -18,7 +18,6 @@ from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import Absent, resources
 
 SHARED = dict(sm_80=166912, sm_90=232448, gfx90a=65536, gfx942=65536, gfx950=65536)  # bytes a program may use
-MEMORY = {**SHARED, "gfx950": 163840}  # bytes that there are
 EXTENTS = ("P", "S", "L", "R")  # of a tuner's class of shape; any of them may meet a kernel of these widths
 
 

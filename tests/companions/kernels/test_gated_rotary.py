@@ -51,7 +51,6 @@ def problem(dtype, function, *sizes):
             [torch.randn(B, S, (H + 2 * G) * D).to(dtype)])
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("case, dtype", in_dtypes(CASES))
 def test_forward_and_gradients(case, dtype):
     assert not violations(*problem(dtype, *CASES[case]))

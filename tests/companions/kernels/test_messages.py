@@ -43,7 +43,6 @@ def problem(dtype, function, nodes, neighbours, table_rows, channels):
             [nodes, edges, table])
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("function", ["first", "gelu", "sum"])
 @pytest.mark.parametrize("case, dtype", in_dtypes(CASES))
 def test_forward_and_gradients(function, case, dtype):

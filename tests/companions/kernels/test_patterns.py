@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from tests.kernels.rule import violations
+from tests.kernels.rule import in_dtypes, violations
 
 pytest.importorskip("companions.kernels", reason="this companion was deleted")
 from companions import fusion_patterns as plain
@@ -48,9 +48,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, dtype", in_dtypes(CASES))
 def test_results_and_gradients(case, dtype):
     torch.manual_seed(0)
     make, *sizes = CASES[case]

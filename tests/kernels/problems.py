@@ -1,0 +1,365 @@
+"""Every function of kernels with a derivative, as problems for rule.violations(): (ours, plain, tensors).
+
+    violations(*made("outer product", torch.bfloat16, "residual"))
+
+FAMILIES has a function for each, which makes a problem of a dtype and sizes, and sizes by names. A GPU is
+given others (test_kernels_gpu.py). Whatever is no gradient's tensor, masks and dropout, is drawn inside.
+"""
+import torch
+
+from fusion_lab.kernels import projections
+from fusion_lab.kernels.attention import drop_in as attention_drop_in
+from fusion_lab.kernels.attention import operator as attention_operator
+from fusion_lab.kernels.attention.layer import attention_layer
+from fusion_lab.kernels.outer_product_mean.layout import outer_layout
+from fusion_lab.kernels.outer_product_mean.sides import side_projection
+from fusion_lab.kernels.transition import hidden_gradient
+from fusion_lab.kernels.transition.layer import transition_layer
+from fusion_lab.kernels.triangle_multiplication import drop_in as multiplication_drop_in
+from fusion_lab.kernels.triangle_multiplication import operator as trimul
+from fusion_lab.kernels.triangle_multiplication import products
+from tests.kernels import references
+
+
+def drawn(dtype, *sizes, scale=None):
+    """Tensors of these sizes; matrices by the root of their width, unless there is a scale."""
+    return [torch.randn(size).mul(scale or (size[-1] ** -0.5 if len(size) == 2 else 1)).to(dtype)
+            for size in sizes]
+
+
+def dropout(size, shared):
+    """Factors, shared along this dimension; None for None."""
+    if shared is None:
+        return None
+    return (torch.rand([1 if d == shared else n for d, n in enumerate(size)]) > 0.3) / 0.7
+
+
+def cast(factors, like):
+    return None if factors is None else factors.to(like.dtype)
+
+
+class WithPlainGradients(torch.autograd.Function):
+    """A result of a kernel without a derivative of its own, with that of plain."""
+
+    @staticmethod
+    def forward(ctx, found, plain):
+        return found.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient
+
+
+def attention(dtype, B, X, Y, H, D, axis, biased, masked, packed):
+    torch.manual_seed(0)
+    c, length = H * D, X if axis == 1 else Y
+    keys = torch.rand(B, length) > 0.2 if masked else None
+
+    def ours(x, gate_bias, bias):
+        parts = [x] if packed else [part.contiguous() for part in x.chunk(4, dim=-1)]
+        return attention_operator.gated_attention(parts, H, axis, bias if biased else None, keys, gate_bias)
+
+    def plain(x, gate_bias, bias):
+        return references.gated_attention(x, H, axis, bias if biased else None, keys, gate_bias)
+    return ours, plain, drawn(dtype, (B, X, Y, 4 * c), (c,), (B, H, length, length), scale=1)
+
+
+def attention_from_python(dtype, S, masked=True, B=1, N=3, H=2, D=16, bias_dtype=None, scale=None):
+    """Every row has a mask of its own."""
+    torch.manual_seed(2)
+    mask = torch.rand(B, N, 1, 1, S) > 0.3 if masked else None
+    if masked:
+        mask[..., 0] = True
+
+    def ours(*given):
+        return attention_drop_in.triangle_attention(*given, mask, scale)
+
+    def plain(q, k, v, bias):
+        return attention_operator.reference(q, k, v, bias[:, 0], mask if mask is None else mask[:, :, 0, 0],
+                                            scale=scale)
+    tensors = drawn(dtype, *[(B, N, H, S, D)] * 3, (B, 1, H, S, S), scale=1)
+    return ours, plain, [*tensors[:3], tensors[3].to(bias_dtype or dtype)]
+
+
+def sub_layer(dtype, B, X, Y, c, heads, axis, maker, masked, adds, shared):
+    """maker: "own" if LayerNorm(x) makes the bias, "given", or None; adds: whether x is the residual."""
+    torch.manual_seed(0)
+    length = (X, Y)[axis - 1]
+    tensors = drawn(dtype, (B, X, Y, c), (c,), (c,), (4 * c, c), (c,), (c, c), (c,), (heads, c),
+                    (B, heads, length, length))
+    tensors[1:3] = 1 + 0.1 * tensors[1], 0.1 * tensors[2]
+    keys, drop = torch.rand(B, length) > 0.2 if masked else None, dropout((B, X, Y, c), shared)
+
+    def run(function):
+        def call(x, *rest):
+            *weights, head_weight, bias = rest
+            return function(x, *weights, heads, axis, bias if maker == "given" else None,
+                            head_weight if maker == "own" else None, keys, 1e-5, x if adds else None,
+                            cast(drop, x))
+        return call
+    return run(attention_layer), run(references.attention_layer), tensors
+
+
+def norm_project(dtype, shape, width, heads, hands_on=False):
+    """Outputs behind each other in one tensor; hands_on: with the square of the x that is handed on."""
+    torch.manual_seed(0)
+    c = shape[-1]
+    tensors = drawn(dtype, shape, (c,), (c,), *[(n, c) for n in (width, heads) if n])
+    tensors[1:3] = 1 + 0.1 * tensors[1], 0.1 * tensors[2]
+
+    def joined(function):
+        def run(x, norm_weight, norm_bias, *weights):
+            weights = iter(weights)
+            pair = [next(weights) if n else None for n in (width, heads)]
+            found = [*function(x, norm_weight, norm_bias, *pair, 1e-5), x][:3]
+            found[2] = found[2].square() if hands_on else None
+            return torch.cat([t.flatten() for t in found if t is not None])
+        return run
+
+    def ours(*given):
+        return projections.norm_project(*given, hands_on)
+    return joined(ours), joined(references.norm_project), tensors
+
+
+def hidden_layer(dtype, shape, units, heads):
+    """norm_project with a ReLU, which has no derivative of its own, beside which heads make a bias."""
+    torch.manual_seed(0)
+    c = shape[-1]
+    tensors = drawn(dtype, shape, (c,), (c,), (units, c), (units,), *[(heads, c)] * (heads > 0))
+    tensors[1:3] = 1 + 0.1 * tensors[1], 0.1 * tensors[2]
+
+    def joined(x, *weights, op=references.norm_project):
+        *norm, weight, bias, head_weight = (*weights, None)[:5]
+        found = op(x, *norm, weight, head_weight, 1e-5, bias)
+        return torch.cat([t.flatten() for t in found if t is not None])
+
+    def ours(*given):
+        found = joined(*(t.detach() for t in given), op=projections.NORM_PROJECT_OP)
+        return WithPlainGradients.apply(found, joined(*given))
+    return ours, joined, tensors
+
+
+def output_project(dtype, shape, channels, residual, shared, scale=1.0):
+    """Without a derivative of its own."""
+    torch.manual_seed(0)
+    out = (*shape[:3], channels)
+    drop = dropout(out, shared)
+
+    def plain(*given):
+        return references.output_project(*given, *[None] * (4 - len(given)), cast(drop, given[0]), scale)
+
+    def ours(*given):
+        factors = projections.widened(None if drop is None else drop.to(dtype), channels)
+        found = projections.OUTPUT_PROJECT_OP(*(t.detach() for t in given), *[None] * (4 - len(given)),
+                                              factors, scale)
+        return WithPlainGradients.apply(found, plain(*given))
+    return ours, plain, drawn(dtype, shape, (channels, shape[-1]), (channels,), *[out] * residual)
+
+
+def outer_product(dtype, samples, rows, size, h, channels, packed, scale=1.0, adds=False):
+    torch.manual_seed(0)
+    both, weight, *rest = drawn(dtype, (samples, rows, size, 2 * h), (channels, h * h), (channels,),
+                                *[(samples, size, size, channels)] * adds)
+
+    def unpacked(function):
+        def call(*given):
+            sides, rest = (given[0].chunk(2, -1), given[1:]) if packed else (given[:2], given[2:])
+            return function(*sides, *rest[:2], scale, *rest[2:])
+        return call
+    sides = [both] if packed else [side.contiguous() for side in both.chunk(2, -1)]
+    return unpacked(outer_layout), unpacked(references.outer_layout), [*sides, weight, *rest]
+
+
+def sides(dtype, shape, h):
+    """Both sides, and the square of what is handed on."""
+    torch.manual_seed(0)
+    c = shape[-1]
+    tensors = drawn(dtype, shape, (c,), (c,), (2 * h, c), (2 * h,))
+    tensors[1:3] = 1 + 0.1 * tensors[1], 0.1 * tensors[2]
+
+    def joined(function):
+        def call(*given):
+            left, right, x = function(*given)
+            return torch.cat([left, right, x.square().to(left.dtype)], -1)
+        return call
+    return joined(side_projection), joined(references.side_projection), tensors
+
+
+def two_layers(dtype, shape, units):
+    torch.manual_seed(0)
+    c = shape[-1]
+    return (hidden_gradient.two_layers, references.two_layers,
+            drawn(dtype, shape, (units, c), (units,), (c, units), (c,)))
+
+
+def transition(dtype, shape, units, residual):
+    """residual: "x", "another" or None."""
+    torch.manual_seed(0)
+    c = shape[-1]
+    tensors = drawn(dtype, shape, (c,), (c,), (units, c), (units,), (c, units), (c,), shape)
+    tensors[1:3] = 1 + 0.1 * tensors[1], 0.1 * tensors[2]
+
+    def run(function):
+        def call(x, *given):
+            *weights, another = given
+            return function(x, *weights, 1e-5, dict(x=x, another=another).get(residual))
+        return call
+    return run(transition_layer), run(references.transition_layer), tensors
+
+
+def multiplication(dtype, B, S, c, outgoing, masked, residual, shared, biased):
+    """masked: dimensions of the mask; residual: "x", "another" or None; biased: whether projections are."""
+    torch.manual_seed(0)
+    pair = (B, S, S, c)
+    tensors = drawn(dtype, pair, (c,), (c,), (4 * c, c), (4 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,),
+                    pair)
+    for n in (1, 5):  # weights of both LayerNorms
+        tensors[n] = 1 + 0.3 * tensors[n]
+    mask = None if masked is None else torch.rand([B, S, S][:masked]) > 0.25
+    drop = dropout(pair, shared)
+
+    def run(function):
+        def call(x, *rest):
+            *weights, another = rest
+            weights = [w if biased or n not in (3, 7, 9) else None for n, w in enumerate(weights)]
+            return function(x, *weights, mask, outgoing, 1e-5, dict(x=x, another=another).get(residual),
+                            cast(drop, x))
+        return call
+    return run(trimul.triangle_multiplication), run(trimul.reference), tensors
+
+
+def multiplication_from_python(dtype, S, c=16, direction="outgoing", masked=True):
+    """A mask of pairs, which is no product of residues."""
+    torch.manual_seed(3)
+    tensors = drawn(dtype, (1, S, S, c), (c,), (c,), (2 * c, c), (2 * c,), (2 * c, c), (2 * c,), (c,), (c,),
+                    (c, c), (c,), (c, c), (c,))
+    mask = torch.rand(1, S, S) > 0.25 if masked else None
+
+    def ours(x, *weights):
+        return multiplication_drop_in.triangle_multiplicative_update(x, direction, mask, *weights)
+
+    def plain(x, *weights):
+        norm, norm_bias, p_in, p_in_bias, g_in, g_in_bias, *behind = weights
+        return trimul.reference(x, norm, norm_bias, torch.cat([p_in, g_in]),
+                                torch.cat([p_in_bias, g_in_bias]), *behind, mask, direction == "outgoing")
+    return ours, plain, tensors
+
+
+def short_products(dtype, matrices, length, outgoing):
+    """Of matrices with zeros beyond their length, which all results must have, too."""
+    torch.manual_seed(0)
+    side = -(-length // 16) * 16
+    inside = torch.zeros(side, side, dtype=dtype)
+    inside[:length, :length] = 1
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, left, right):
+            ctx.save_for_backward(left, right)
+            return products.multiply(left, right, outgoing)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            found = [torch.full_like(t, torch.nan) for t in ctx.saved_tensors]
+            products.multiply_backward(*ctx.saved_tensors, gradient * inside, *found, outgoing)
+            return tuple(found)
+
+    def plain(left, right):
+        return products.reference(left, right, outgoing) * inside
+    return Product.apply, plain, [t * inside for t in drawn(dtype, *[(matrices, side, side)] * 2, scale=1)]
+
+
+FAMILIES = {  # the function of a problem, {name: what it is given behind the dtype}
+    "attention": (attention, {  # B, X, Y, H, D, axis, bias, keys, packed
+        "short": (2, 5, 13, 2, 16, 2, True, True, True),
+        "ending node": (2, 70, 3, 2, 8, 1, True, True, True),
+        "columns": (2, 7, 5, 4, 8, 1, False, True, False),
+        "long rows, two tiles, a mask": (1, 3, 77, 2, 16, 2, True, True, True),
+        "columns, no mask": (1, 33, 2, 1, 32, 1, False, False, True),
+        "a whole tile": (1, 2, 64, 2, 16, 2, True, False, False),
+        "two whole tiles": (1, 2, 128, 1, 16, 2, True, False, True),
+        "one residue": (1, 1, 1, 2, 8, 2, True, False, True)}),
+    "attention from Python": (attention_from_python, {  # S, masked, B, N, H, D, dtype of the bias, scale
+        "short": (13,), "long, no mask": (70, False), "long": (70, True, 2, 3, 2, 8, None, 0.3),
+        "a bias in float32": (13, True, 1, 3, 2, 16, torch.float32),
+        **{f"heads of {D}": (13, True, 1, 3, 2, D) for D in (24, 48, 96)}}),
+    "sub-layer": (sub_layer, {  # B, X, Y, c, H, axis, maker, keys, adds, dropout shared along this dimension
+        "ending node": (2, 7, 7, 32, 2, 1, "own", True, True, 2),
+        "starting node": (2, 7, 7, 32, 2, 2, "own", True, True, 1),
+        "long rows": (1, 2, 67, 16, 1, 2, "given", True, True, None),
+        "MSA rows": (2, 3, 11, 16, 2, 2, "given", True, True, 1),
+        "columns": (1, 7, 5, 32, 2, 1, None, True, True, 3),
+        "columns, no mask, update alone": (2, 5, 3, 16, 1, 1, None, False, False, None),
+        "one wide head": (1, 3, 5, 64, 1, 2, None, True, True, 1),
+        "whole tiles": (2, 16, 16, 16, 1, 1, "own", True, True, 2),
+        "wide heads": (1, 3, 5, 128, 2, 1, None, True, True, 2)}),
+    "norm and projections": (norm_project, {  # shape of x, width, heads, whether x is handed on
+        "two samples, odd": ((2, 5, 7, 32), 128, 4),
+        "width no multiple of a tile": ((1, 3, 11, 16), 48, 2),
+        "no heads": ((2, 3, 5, 64), 192, 0),
+        "heads alone": ((2, 7, 5, 16), 0, 3),
+        "many heads, one position": ((1, 1, 1, 128), 256, 17),
+        "whole tiles": ((2, 8, 16, 32), 64, 4),
+        "x handed on": ((2, 5, 7, 32), 0, 4, True)}),
+    "hidden layer": (hidden_layer, {  # shape of x, hidden units, heads
+        "two samples, odd": ((2, 5, 7, 32), 128, 0),
+        "whole tiles": ((2, 8, 16, 16), 256, 3),
+        "units no multiple of a tile": ((1, 3, 11, 16), 48, 0),
+        "several tiles a program, odd": ((3, 9, 13, 16), 256, 5)}),
+    "output projection": (output_project, {  # shape of og, c, residual, dropout shared along, bias's scale
+        "rows dropped": ((2, 5, 7, 32), 32, True, 1),
+        "columns dropped": ((2, 7, 5, 16), 16, True, 2),
+        "no dropout": ((1, 3, 13, 64), 128, True, None),
+        "dropped update": ((1, 3, 5, 32), 16, False, 1),
+        "positions dropped": ((2, 3, 5, 32), 16, True, 3),
+        "tiles of lines, rows dropped": ((2, 16, 8, 16), 16, True, 1),
+        "tiles of lines, columns dropped": ((2, 8, 16, 16), 16, True, 2),
+        "lines of tiles, rows dropped": ((2, 3, 128, 32), 16, True, 1),
+        "lines of tiles, columns dropped": ((2, 3, 128, 16), 32, True, 2),
+        "scaled bias, wide": ((2, 3, 5, 256), 16, True, None, 0.3),
+        "scaled bias, odd width, update alone": ((1, 4, 7, 48), 32, False, None, 0.3)}),
+    "outer product": (outer_product, {  # B, N, S, h, c, packed, scale, whether there is a residual
+        "residual": (2, 7, 9, 8, 16, True, 0.3, True),
+        "two samples, odd": (2, 7, 9, 8, 12, True, 0.3),
+        "many rows": (1, 77, 5, 16, 16, False),
+        "odd widths": (1, 3, 13, 6, 20, False),
+        "one position, one row": (1, 1, 1, 16, 128, True),
+        "more channels than a tile sums": (1, 2, 3, 8, 80, True),
+        "whole tiles": (2, 16, 8, 32, 16, True),
+        "parts of lines": (1, 5, 2, 128, 8, False),
+        "whole tiles, few rows": (1, 5, 16, 32, 24, True, 0.3),
+        "residual, not by the kernel": (1, 3, 5, 8, 20, False, 0.3, True)}),
+    "sides": (sides, {  # shape of x, channels of a side
+        "two samples, odd": ((2, 3, 7, 32), 16), "several tiles": ((1, 3, 70, 16), 32),
+        "many channels": ((1, 2, 37, 128), 16)}),
+    "two layers": (two_layers, {  # shape of x, hidden units
+        "two tiles, odd": ((2, 5, 7, 32), 128), "several shares": ((1, 3, 130, 16), 64),
+        "one position": ((1, 1, 1, 128), 512), "whole tiles": ((1, 16, 64, 16), 128),
+        "wide, 192 units": ((1, 1, 5, 256), 192), "wide, 256 units": ((1, 1, 5, 256), 256),
+        "no position": ((0, 5, 16), 64)}),
+    "transition": (transition, {  # shape of x, hidden units, residual
+        "two samples, odd": ((2, 5, 7, 32), 128, "x"), "several shares": ((1, 3, 130, 16), 64, "x"),
+        "another residual": ((1, 3, 4, 16), 64, "another"), "update alone": ((1, 3, 5, 32), 64, None)}),
+    "multiplication": (multiplication, {  # B, S, c, outgoing, dims of mask, residual, dropout along, biases
+        "small": (1, 5, 16, True, 2, "x", 1, True),
+        "outgoing": (2, 13, 32, True, 2, "x", 1, True),
+        "incoming": (1, 13, 32, False, 2, "x", 2, True),
+        "both sides masked": (2, 5, 16, True, 3, "another", None, True),
+        "update alone": (1, 17, 16, False, 3, None, None, False),
+        "no mask": (1, 16, 64, True, None, "x", None, True),
+        "one residue": (1, 1, 16, False, 2, None, 1, True),
+        "a whole tile": (2, 16, 16, False, 2, "x", 1, True),
+        "parts of lines": (1, 64, 16, True, 2, "x", 2, True),
+        "whole tiles, but not of lines": (1, 48, 16, False, 3, "x", 1, True)}),
+    "multiplication from Python": (multiplication_from_python, {  # S, c, direction, masked
+        "outgoing": (5,), "incoming": (5, 16, "incoming"), "no mask": (5, 16, "incoming", False)}),
+    "short products": (short_products, {  # matrices, S, outgoing
+        "outgoing, odd": (32, 13, True), "outgoing": (16, 64, True), "incoming": (16, 64, False),
+        "incoming, odd": (32, 33, False), "outgoing, long": (2, 65, True), "incoming, long": (2, 65, False)}),
+}
+
+
+def made(family, dtype, case):
+    """(ours, plain, tensors) of a case, by its name."""
+    problem, cases = FAMILIES[family]
+    return problem(dtype, *cases[case])
