@@ -184,7 +184,7 @@ class Candidate:
         row.first_step_time = self.first_step_time
         row.samples_per_second = variant.settings.training.batch_size / row.median_batch_time
         row.speedup = quantiles(before / steps)[1]
-        if self is not baseline and rounds >= FEWEST:
+        if self is not baseline:
             row.speedup_low, row.speedup_high = median_interval(before / steps)
         row.batch_time_reduction_percent = 100 * (1 - 1 / row.speedup)
         row.peak_memory_mb, row.saved_activation_mb = counts.peak_memory_mb, counts.saved_mb

@@ -39,8 +39,6 @@ def test_three_times_the_baselines_error_and_a_few_roundings_are_allowed(epsilon
     for error, broken in ((limit * (1 - 1e-9), []), (limit * (1 + 1e-9), ["x"])):
         assert failed(dict(x=[1.0, -8.0 + sign * error]), baseline, exact, epsilon) == broken
     assert failed(dict(x=[1.0, -8.0 + sign * 0.75]), baseline, exact, 0.0) == []  # three times, and no more
-    text, = judge(dict(x=[1.0, -7.0]), dict(x=[1.0, -7.75]), exact, 0.0)[1]
-    assert text == "x: error 1.00e+00 against float64, allowed 7.50e-01 (baseline's own 2.50e-01)"
 
 
 def test_the_floor_of_a_small_tensor_is_a_thousandth_of_the_largest_of_its_kind():
@@ -66,8 +64,6 @@ def test_tolerances_hold_for_every_element():
     for error, broken in ((0.99e-4, []), (1.01e-4, ["x"])):
         assert failed(dict(x=[error, -20.0]), baseline, exact, tolerances=(1e-3, 1e-4)) == broken
     assert failed(dict(x=[0.5, -20.0]), baseline, exact, tolerances=(0.0, 0.5)) == []
-    text, = judge(dict(x=[0.5, -20.0]), baseline, exact, tolerances=(1e-3, 1e-4))[1]
-    assert text == "x: differs from the baseline by 5.00e-01, outside rtol=0.001, atol=0.0001"
 
 
 @pytest.mark.parametrize("tolerances", [None, (1e-3, 1e-4)])
@@ -167,25 +163,20 @@ VERDICT = dict(max_absolute=0.25, mean_absolute=0.125, max_relative=float("inf")
                worst_error_ratio=1.5, tensors=7)
 
 
-@pytest.mark.parametrize("broken", [0, 10, 11])
-def test_a_check_prints_ten_failures_and_writes_all(broken, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("broken", [0, 11])
+def test_a_check_prints_some_failures_and_writes_all(broken, tmp_path, monkeypatch, capsys):
     lines = [f"tensor {i}: bad" for i in range(broken)]
     monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: (VERDICT, lines))
     settings = SECOND.settings(**SMALL, profile_dir=str(tmp_path))
     assert accuracy.verify_accuracy(SECOND, settings) == (1 if broken else 0)
     out = capsys.readouterr().out
-    more = ["   ... and 1 more"] if broken == 11 else []
-    assert out.splitlines()[:-1] == [
-        "Fused against baseline on cpu: 7 tensors (outputs, loss, all gradients), same weights and inputs",
-        "   Absolute difference: max 2.500e-01, mean 1.250e-01",
-        "   Relative difference: max inf, mean 5.000e-01 (of elements above 0.0001)",
-        "   Tolerance: rtol=0.001, atol=0.0001",
-        "   Error against float64: at most 1.50x the baseline's own, allowed 3x",
-        "Checked: fused-relu", *(f"   {line}" for line in lines[:10]), *more, "FAIL" if broken else "PASS"]
-    assert [path.name for path in tmp_path.iterdir()] == ["accuracy_mlp.json"]
+    assert out.count(": bad\n") == min(broken, 10) and ("FAIL" if broken else "PASS") in out.splitlines()
+    assert ("not applied" in out) is False and "2.500e-01" in out and "1.50x" in out
     assert last_json(out) == dict(
         mode="verify_accuracy", passed=not broken, device="cpu", **dict(VERDICT, max_relative=None),
         failures=lines, rtol=1e-3, atol=1e-4, error_factor=3.0, checked=["fused-relu"], not_used=[])
+    accuracy.verify_accuracy(SECOND, settings.having(use_amp=True))
+    assert "not applied" in capsys.readouterr().out  # tolerances, which are for float32
 
 
 def test_a_check_of_nothing_is_no_pass_and_says_what_did_not_run(tmp_path, monkeypatch, capsys):
@@ -203,16 +194,6 @@ def test_a_check_of_nothing_is_no_pass_and_says_what_did_not_run(tmp_path, monke
     assert "nothing that is switched on" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_tolerances_that_do_not_apply_are_said_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: (VERDICT, []))
-    settings = SECOND.settings(**SMALL, use_amp=True, profile_dir=str(tmp_path))
-    assert accuracy.verify_accuracy(SECOND, settings) == 0
-    assert "atol=0.0001 (float32 only, not applied)" in capsys.readouterr().out
-    monkeypatch.setattr(accuracy, "runs_in_tf32", lambda *_: True)
-    assert accuracy.verify_accuracy(SECOND, settings.having(use_amp=False)) == 0
-    assert "atol=0.0001 (float32 only, not applied)" in capsys.readouterr().out
-
-
 class Deaf(Mlp):
     """Some parameters are cut off from the loss, in the fused and in the plain path alike."""
     deaf = ("down.0.bias",)
@@ -221,10 +202,6 @@ class Deaf(Mlp):
         for name in self.deaf:
             self.get_parameter(name).requires_grad_(False)
         return super().forward(x, target)
-
-
-class Deafer(Deaf):
-    deaf = ("up.0.bias", "up.1.bias", "down.0.bias", "down.1.bias")
 
 
 def telling(losses):
@@ -252,20 +229,15 @@ def test_validation_by_its_reasons(monkeypatch, capsys):
     code, result, lines = validation(replace(SECOND, model=Deaf), capsys)
     assert (code, result["reasons"]) == (1, ["parameters without a gradient: down.0.bias"])
     assert "parameters without a gradient: down.0.bias" in lines[-1]
-    reasons = validation(replace(SECOND, model=Deafer), capsys)[1]["reasons"]
-    assert reasons == ["parameters without a gradient: up.0.bias, up.1.bias, down.0.bias"]  # three are enough
     monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: ({}, list("abcd")))
     code, result, lines = validation(replace(SECOND, trainer=telling([3.0, 2.0, 2.0, 4.0, 3.0])), capsys)
     assert code == 1 and not result["passed"] and result["losses"] == [3.0, 2.0, 2.0, 4.0, 3.0]
     assert result["reasons"] == [
         "a", "b", "c", "loss did not fall in five steps on one batch: 3.0000 -> 3.0000"]
-    assert lines[:4] == [
-        f"Device: cpu | torch {torch.__version__}", "   Fused against baseline numerics: FAIL",
-        "Checked: fused-relu", "   Five training steps: loss 3.0000 -> 3.0000 FAIL"]
+    assert [line for line in lines if line.endswith("FAIL")] == lines[1:4:2]  # numerics and training
     monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: ({}, []))
     code, _, lines = validation(replace(SECOND, trainer=telling([3.0, 1.0, 1.0, 4.0, 2.0])), capsys)
-    assert code == 0 and lines[1:4] == ["   Fused against baseline numerics: ok", "Checked: fused-relu",
-                                        "   Five training steps: loss 3.0000 -> 2.0000 ok"]
+    assert code == 0 and not [line for line in lines if "FAIL" in line]
 
 
 def test_a_gradient_that_never_came_is_zero_and_one_that_came_is_not():
