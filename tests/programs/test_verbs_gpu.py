@@ -50,7 +50,7 @@ UNPACKED = (r"the pointwise kernel needs a GPU, Triton, --use-amp and packed pro
             r"\(--enable-qkv-fusion, --enable-swiglu-fusion\)",)
 CPU_ALONE = ("CUDA graphs need a GPU", "this device has no TF32", "needs a GPU", "Triton kernels need a GPU",
              "no GPU here, so no ranges for an outer profiler")
-OF_A_CPU = ("first_step_time", "gpu_busy_ms", "busy_ms")  # null there
+OF_A_CPU = ("first_step_time", "gpu_busy_ms", "busy_ms", "copy_bytes_per_s")  # null there
 
 
 def only(text):
