@@ -173,7 +173,8 @@ def comparison_lines(comparison):
     before, after = comparison["step_ms"]
     lines = [f"## Against {escaped(comparison['before'])}", "",
              f"A step takes {before:.2f} -> {after:.2f} ms: {in_words(comparison)}. The sessions ran one "
-             "after the other; how the machine changed between them is not in the interval. Different: "
+             "after the other; how the machine changed between them is not in the interval. --compare-v1 "
+             "lets steps alternate. Different: "
              f"{escaped('; '.join(comparison['differences'])) or 'nothing in the settings'}.", ""]
     if "interleaved" in comparison:
         lines += [interleaved_line(*comparison["interleaved"]), ""]
