@@ -71,7 +71,7 @@ class Wrapper:
 
     @classmethod
     def add_options(cls, parser):
-        parser.add_argument("--tool-option", metavar="WORD", action="append", default=[],
+        parser.add_argument("--tool-option", metavar="WORD", action="extend", nargs=1, default=[],
                             help=f"passed on to {cls.executable}: --tool-option=--name")
 
     @classmethod

@@ -52,7 +52,6 @@ def site(tmp_path_factory):
      "--device", "cpu"],
     ["tinyopenfold-profile", "--num-blocks", 1, "--seq-len", 16, "--batch-size", 1, "--profile-steps", 1,
      "--device", "cpu"],
-    ["tinyopenfold-study", "--batch-sizes", 1, "--seq-lens", 16, "--dry-run", "--device", "cpu"],
     ["tinyopenfold-study", "--batch-sizes", 1, "--seq-lens", 16, "--num-runs", 1, "--num-steps", 1,
      "--no-plots", "--device", "cpu", "--", "--num-blocks", 1],
     ["-m", "tiny_openfold_v2", "--version"], ["tinyopenfold", "--version"]],
