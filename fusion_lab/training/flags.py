@@ -86,17 +86,6 @@ def regular_expression(text):
     return text
 
 
-def converter(kind):
-    """For argparse: int and float with a message of our own, other types as they are."""
-    def convert(text):
-        try:
-            return kind(text)
-        except ValueError:
-            allowed = {int: "a whole number", float: "a number"}[kind]
-            raise argparse.ArgumentTypeError(f"{text!r}: must be {allowed}") from None
-    return convert if kind in (int, float) else kind
-
-
 class OnOff(argparse.Action):
     """--enable-X and --disable-X of one field; the later one on the command line wins."""
 
@@ -139,7 +128,7 @@ def add_flag(group, f, paired=False, told=str):
         group.add_argument(*names, action=OnOff, **shared)
         return
     metavar = meta["metavar"] or {int: "N", float: "X"}.get(meta["type"]) or f.name.split("_")[-1].upper()
-    group.add_argument(*[meta["short"]] * bool(meta["short"]), flag(f.name), type=converter(meta["type"]),
+    group.add_argument(*[meta["short"]] * bool(meta["short"]), flag(f.name), type=meta["type"],
                        choices=meta["choices"], metavar=metavar, nargs="+" if meta["several"] else None,
                        **shared)
 

@@ -32,8 +32,8 @@ def refusal(words, capsys, program=tof.PROGRAM, parser=PARSER):
 
 
 @pytest.mark.parametrize("words, said", [
-    ("--num-steps x", "argument --num-steps: 'x': must be a whole number"),
-    ("--learning-rate x", "argument --learning-rate: 'x': must be a number"),
+    ("--num-steps x", "argument --num-steps: invalid int value: 'x'"),
+    ("--learning-rate x", "argument --learning-rate: invalid float value: 'x'"),
     ("--seq-le 3", "unrecognized arguments: --seq-le 3"),
     ("--enable-triton-projection", "unrecognized arguments: --enable-triton-projection"),
     ("--xyzzy", "unrecognized arguments: --xyzzy"), ("stray", "unrecognized arguments: stray"),
