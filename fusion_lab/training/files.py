@@ -187,9 +187,12 @@ def set_aside(path):
 
 
 def quiet(name):
-    """The first call of a program, with its __name__: Ctrl-C ends it with one line, wherever it is; loops
-    that have something to save take a StopRequest. An ignored Ctrl-C stays ignored, as shells have it for
-    what runs in the background."""
+    """The first call of a program, with its __name__: an older Python is refused, and Ctrl-C ends the program
+    with one line, wherever it is; loops that have something to save take a StopRequest. An ignored Ctrl-C
+    stays ignored, as shells have it for what runs in the background."""
+    if sys.version_info < (3, 10):  # noqa: UP036  whoever has an older one is told
+        print(f"error: Python 3.10 or newer is needed; {sys.executable} is older", file=sys.stderr)
+        sys.exit(MISSING)
     if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
 
@@ -200,15 +203,18 @@ def leave(number, _frame):
 
 
 class StopRequest:
-    """Within, the first SIGINT or SIGTERM only asks the loop to stop; the second one acts at once, unless
-    this is patient: what starts several processes may pass on one signal twice."""
+    """Within, the first SIGINT, SIGTERM or SIGHUP only asks the loop to stop; the second one acts at once,
+    unless this is patient: what starts several processes may pass on one signal twice. What is ignored, as
+    SIGHUP under nohup, stays ignored."""
 
     def __init__(self, patient=False):
         self.patient = patient
 
     def __enter__(self):
         self.signal = None
-        self.previous = {s: signal.signal(s, self.ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.previous = {number: signal.signal(number, self.ask)
+                         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+                         if signal.getsignal(number) != signal.SIG_IGN}
         return self
 
     def ask(self, number, _frame):

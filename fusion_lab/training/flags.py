@@ -39,11 +39,23 @@ def check_early(program, argv):
     """Parse for the errors alone; main() does it again, with the whole Program."""
     if program_file(argv, program.name):
         return  # the flags are another program's, which needs torch to be known
-    arguments, _, _ = parse(make_parser(program), program, argv)
+    parser = make_parser(program)
+    arguments, settings, _ = parse(parser, program, argv)
+    require_paths(parser, program, settings)
     files.require_packages(program.name, "torch", "numpy", "tqdm")
     if not arguments.check_flags and torchrun.first():
         print(f"{program.name}: loading PyTorch ...", flush=True,
               file=sys.stderr if sys.stderr.isatty() else sys.stdout)
+
+
+def require_paths(parser, program, settings):
+    """End the program where nothing is there of what a flag wants to have read."""
+    for f in fields(program.training_config):
+        value = getattr(settings.training, f.name)
+        paths = value if isinstance(value, list) else [value]
+        if f.metadata["read"] and value is not None and not any(
+                path == "-" or os.path.exists(path) for path in paths):
+            parser.error(f"argument {flag(f.name)}: {paths[0]}: no such file or directory")
 
 
 class Parser(argparse.ArgumentParser):
@@ -149,7 +161,8 @@ def make_parser(program, about=None, prog=None):
     for config_class in config_classes(program):
         add_config_flags(parser, config_class, paired=config_class is program.fusion_config)
     kind = program.fusion_config
-    presets = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
+    group = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
+    presets = group.add_mutually_exclusive_group()
     presets.add_argument("--enable-all-fusion", dest="fusion_preset", action="store_const",
                          const=kind.preset(True),
                          help="everything that makes steps faster, torch.compile included (default: off)")
@@ -161,9 +174,9 @@ def make_parser(program, about=None, prog=None):
                              "for a GPU with Triton (default: off)")
     if program.demo:
         sizes = " ".join(f"{flag(name)} {value}" for name, value in program.demo.items())
-        presets.add_argument(DEMO, action="store_true", help="a first run, which learns within two minutes "
+        group.add_argument(DEMO, action="store_true", help="a first run, which learns within two minutes "
                              f"on a CPU: {sizes}; this is what runs without any flag (default: off)")
-    presets.add_argument("--enable-all-profiling", action="store_true",
+    group.add_argument("--enable-all-profiling", action="store_true",
                          help="records all that the profiler's flags do (default: off)")
     add_modes(parser, program, str if about is None else lambda text: argparse.SUPPRESS)
     parser.add_argument("--program", metavar="FILE", default=None,

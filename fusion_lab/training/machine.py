@@ -10,6 +10,7 @@ import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.files import NO_GPU, UserError, counted
+from fusion_lab.training.options import DEVICE, DEVICES
 from fusion_lab.training.torchrun import place
 
 MEGABYTE = 2 ** 20
@@ -17,21 +18,20 @@ MEGABYTE = 2 ** 20
 
 def choose_device(name):
     """What --device names, as a torch.device. Raises UserError: code 2 for nonsense, 4 for a missing GPU."""
+    if not DEVICE.fullmatch(name):
+        raise UserError(f"--device {name}: must be {DEVICES}")
     count = torch.cuda.device_count()
     if name == "auto":
         name = "cuda" if count else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    kind, _, index = f"cuda:{name}".partition(":") if name.isdecimal() else name.partition(":")
-    here = place()
+    index, here = name.removeprefix("cuda").removeprefix(":"), place()
     if index and here.size > 1:
         raise UserError(f"--device {name}: {here.size} ranks cannot share a GPU; each gets one without it")
     if here.local_size > count > 0:
         raise UserError(f"--device {name}: {here.local_size} ranks on this host, but torch "
                         f"{torch.__version__} sees {counted(count, 'GPU')}", code=NO_GPU)
     index = index or str(here.local_rank)
-    if kind != "cuda" or not index.isdecimal() or name.endswith(":"):
-        raise UserError(f"--device {name}: must be auto, cpu, cuda, cuda:N or N")
     if int(index) >= count:
         raise UserError(f"--device {name}: there is no such GPU; torch {torch.__version__} sees "
                         f"{counted(count, 'GPU')}", code=NO_GPU)

@@ -5,6 +5,7 @@ What every program has stands here: the run (TrainingConfig), the switches that 
 """
 import math
 import os
+import re
 from dataclasses import dataclass, field, fields, replace
 
 from fusion_lab.kernels.limits import HAS_TRITON
@@ -12,19 +13,20 @@ from fusion_lab.kernels.limits import HAS_TRITON
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
            ultra=False, title=None, training_only=False, resized=False, metavar=None, mode=(), short=None,
-           several=False):
+           several=False, read=False):
     """A dataclass field that is also a command-line flag.
 
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
     --enable-all-fusion turns it on; ultra, whether only --enable-ultra does; title, its name in the start-up
     lines. training_only: what only training has, such as a file. resized: a checkpoint may be continued with
     another value. metavar: what --help shows in place of its value. mode: if given, the flag is a mode, and
-    these are the fields that it takes. short: such as "-o". several: the value is a list of them.
+    these are the fields that it takes. short: such as "-o". several: the value is a list of them. read: a
+    path from which something is read.
     """
     return field(default=default, metadata=dict(
         help=help, low=low, below=below, at_most=at_most, choices=choices, type=type or default.__class__,
         preset=preset, ultra=ultra, title=title, training_only=training_only, resized=resized,
-        metavar=metavar, mode=mode, short=short, several=several))
+        metavar=metavar, mode=mode, short=short, several=several, read=read))
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class Checked:
             numeric = meta["low"] is not None
             if numeric and (isinstance(value, bool) or not isinstance(value, (int, meta["type"]))):
                 self.refuse(f.name, f"must be of type {meta['type'].__name__}")
-            if numeric and not (value >= meta["low"] and math.isfinite(value)):
+            if numeric and not math.isfinite(value):
+                self.refuse(f.name, "must be finite")
+            if numeric and not value >= meta["low"]:
                 self.refuse(f.name, f"must be at least {meta['low']}")
             if meta["below"] is not None and not value < meta["below"]:
                 self.refuse(f.name, f"must be less than {meta['below']}")
@@ -71,6 +75,7 @@ def spelled(name, value):
     return f"{flag(name)} {value}"
 
 
+DEVICE, DEVICES = re.compile("auto|cpu|cuda(:[0-9]+)?|[0-9]+"), "auto, cpu, cuda, cuda:N or N"
 COMPILE_MODES = ("default", "reduce-overhead")  # in the second torch.compile makes CUDA graphs of its own
 
 
@@ -160,9 +165,11 @@ class Checkpoints(Learning):
                              type=int)
     save_best: str = option(None, "checkpoint file of the best evaluation", type=str, training_only=True,
                             metavar="FILE")
-    resume: str = option(None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE")
+    resume: str = option(None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE",
+                         read=True)
     init_from: str = option(None, "checkpoint or model file with whose weights a new run starts; "
-                                  "the moving average, if any", type=str, training_only=True, metavar="FILE")
+                                  "the moving average, if any", type=str, training_only=True, metavar="FILE",
+                            read=True)
 
 
 @dataclass(frozen=True)
@@ -185,6 +192,8 @@ class TrainingConfig(Checkpoints):
     def __post_init__(self):
         super().__post_init__()
         self.require("save_every", "save_checkpoint")
+        if not DEVICE.fullmatch(self.device):
+            self.refuse("device", f"must be {DEVICES}")
         if self.lr_warmup_steps >= self.num_steps and self.lr_warmup_steps:
             self.refuse("lr_warmup_steps", f"must be less than --num-steps {self.num_steps}")
         if self.save_best and self.save_checkpoint and \

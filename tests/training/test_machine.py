@@ -37,7 +37,7 @@ def test_devices(name, count, expected, gpus):
 
 @pytest.mark.parametrize("name, count, words", [
     *((name, 2, "must be auto, cpu, cuda, cuda:N or N") for name in ("tpu", "cuda:", "cuda:x", "tpu:0",
-                                                                     "cuda:0:1", "-1", "mps")),
+                                                                     "cuda:0:1", "-1", "mps", "\u0663")),
     *((name, 2, "there is no such GPU; torch .* sees 2 GPUs") for name in ("2", "cuda:2")),
     ("cuda", 0, "there is no such GPU; torch .* sees 0 GPUs")])
 def test_devices_that_are_not_there(name, count, words, gpus):

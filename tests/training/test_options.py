@@ -15,7 +15,7 @@ GRAPHS = dict(enable_cuda_graphs=True, enable_torch_compile=True)
     (TrainingConfig, dict(num_steps=True), "num_steps = True: must be of type int"),
     (TrainingConfig, dict(num_steps=2.0), "num_steps = 2.0: must be of type int"),
     (TrainingConfig, dict(num_steps=0), "num_steps = 0: must be at least 1"),
-    (TrainingConfig, dict(learning_rate=math.inf), "learning_rate = inf: must be at least 0.0"),
+    (TrainingConfig, dict(learning_rate=math.inf), "learning_rate = inf: must be finite"),
     (TrainingConfig, dict(ema_decay=1), "ema_decay = 1: must be less than 1.0"),
     (TrainingConfig, dict(lr_schedule="x"), "lr_schedule = 'x': must be one of constant, linear, cosine"),
     (TrainingConfig, dict(save_every=1), "save_every = 1: needs --save-checkpoint"),
