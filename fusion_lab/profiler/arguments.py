@@ -43,11 +43,11 @@ def parse(argv, program):
     are, they are as many as a session needs."""
     parser = make_parser(program)
     arguments, settings, mode = flags.parse(parser, program, argv)
+    if mode or arguments.check_flags:
+        parser.error(f"argument {mode or flags.QUESTION}: belongs to {program.name}")
     if not hasattr(arguments, "num_steps"):
         steps = TIMED_STEPS + 1 + 2 * settings.profiler.profile_steps
         settings = flags.parse(parser, program, [*argv, "--num-steps", str(steps)])[1]
-    if mode or arguments.check_flags:
-        parser.error(f"argument {mode or flags.QUESTION}: belongs to {program.name}")
     flags.needs_training(program, parser, arguments, "a profiler session")
     for several in ("ablation", "compare_v1"):
         if getattr(arguments, several) and arguments.compare_with:
