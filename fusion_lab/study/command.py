@@ -72,7 +72,8 @@ def conclude(study, how, directory, lines, plots):
     if plots:
         with spared("pictures in report.html"):
             write_text(place, page(study, summary, how, draw(study, summary)))
-    print_table(study, summary)
+    if summary["points"]:
+        print_table(study, summary)
     print("", *findings(study, summary), f"\nReport: {place}", sep="\n", flush=True)
     return summary
 

@@ -13,7 +13,9 @@ import time
 from datetime import datetime, timezone
 
 from fusion_lab.measuring.roctx import child_environment
+from fusion_lab.measuring.variants import BASELINE
 from fusion_lab.study.results import append
+from fusion_lab.study.summary import principal
 from fusion_lab.training.files import UserError, read_json
 
 ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")  # CUDA's errors end with lines of advice
@@ -45,7 +47,7 @@ def run_points(program, study, directory, lines, timeout, stop):
             return
         append(directory, line)
         lines[run, study.label(shape)] = line
-        print(f"[{count - left}/{count}] run {run} {study.label(shape)}: {in_words(line)}; "
+        print(f"[{count - left}/{count}] run {run} {study.label(shape)}: {in_words(study, line)}; "
               f"{time_left(todo[len(todo) - left:], study, lines)}", flush=True)
 
 
@@ -94,13 +96,13 @@ def why(code, text, name):
     return lines[-1].removeprefix(f"{name}: error: ")[:LONGEST_REASON] if code else None
 
 
-def in_words(line):
+def in_words(study, line):
     """"baseline 12.5 ms, fused 1.20x, ultra not measured", and why a point failed."""
-    parts = [line["reason"]] if line["reason"] else []
-    for row in line["rows"]:
+    parts, names = [line["reason"]] if line["reason"] else [], [BASELINE, *principal(study.settings)]
+    for row in (row for row in line["rows"] if row["name"] in names):
         seconds, faster = row.get("median_batch_time"), row.get("speedup")
         parts.append(f"{row['name']} " + ("not measured" if not seconds else f"{1e3 * seconds:.1f} ms"
-                                          if row is line["rows"][0] or not faster else f"{faster:.2f}x"))
+                                          if row["name"] == BASELINE or not faster else f"{faster:.2f}x"))
     return ", ".join(parts)
 
 

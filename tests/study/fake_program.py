@@ -21,11 +21,6 @@ from fusion_lab.training.program import Program
 class FakeConfig(Checked):
     """Sizes."""
     width: int = option(32, "channels", low=1)
-    heads: int = option(4, "which must divide them", low=1)
-
-    def __post_init__(self):
-        if self.width % self.heads:
-            self.refuse("heads", "must divide width")
 
 
 @dataclass(frozen=True)

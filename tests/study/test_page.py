@@ -62,18 +62,6 @@ def test_colours_mean_the_same_in_every_study_and_mark_what_noise_could_explain(
     pyplot.close("all")
 
 
-def test_lines_have_their_exponents():
-    """Time goes with S squared, of the baseline; the other setting has figures at one of two lengths."""
-    pyplot = plots.require_matplotlib()
-    study = study_of(sizes=dict(batch_size=[1], seq_len=[32, 64], num_seqs=[8]), num_runs=1)
-    summary = summarise(study, lines_of(study, lambda _, shape: [
-        row(name, (shape["seq_len"] / 32) ** 2) for name in ("baseline", "fused")
-        if name == "baseline" or shape["seq_len"] == 32]))
-    axis = plots.against_size("median_ms", "ms")(pyplot, study, summary).axes[0]
-    assert axis.get_legend_handles_labels()[1] == ["baseline, S^2.00", "fused"]
-    pyplot.close("all")
-
-
 @pytest.mark.parametrize("axes", [dict(width="W"), dict(batch_size="B")])
 def test_a_study_of_one_size_or_of_failures_has_a_page(axes):
     sizes = {axis: [2] for axis in axes}
