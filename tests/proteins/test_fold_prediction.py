@@ -236,17 +236,6 @@ def test_a_picture_has_the_map_and_the_fold_coloured_by_plddt(tmp_path, monkeypa
     fold_pictures.write_picture(tmp_path / "x.png", *(a_map(1)), plddt[:1])  # one residue has no curve
 
 
-def test_a_curve_goes_smoothly_through_its_points():
-    line = np.arange(5.0)[:, None] * [1.0, 2, 3]
-    assert fold_pictures.smooth(line)[5:16] == pytest.approx(np.linspace(1, 3, 11)[:, None] * [1, 2, 3])
-    points = np.random.default_rng(0).normal(size=(6, 3))
-    curve = fold_pictures.smooth(points)
-    assert np.allclose(curve[::5], points)
-    # By hand, half way between two points: 9/16 of both, less 1/16 of their neighbours
-    middle = np.interp(7.5, range(26), curve[:, 0])
-    assert middle == pytest.approx((9 * (points[1] + points[2]) - points[0] - points[3])[0] / 16, abs=0.05)
-
-
 def test_a_page_warns(tmp_path):
     kinds = [re.findall(r'<p class="(\w*)">', a_page(tmp_path / "x.html", **changes)[0]) for changes in (
         {}, dict(untested="", trained_on=False, scores=None, low_confidence=[],

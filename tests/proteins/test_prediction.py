@@ -424,16 +424,3 @@ def test_contacts_in_the_format_of_casp(tmp_path):
         "PFRMAT RR", "TARGET a_b\u0394", "AUTHOR TinyOpenFold",
         "METHOD Evoformer, 3 rows of the alignment, couplings of 9", "MODEL 1", "A" * 50, "A" * 10 + "C",
         "2 9 0 8 0.50000", "1 61 0 8 0.25000", "END"]
-
-
-def test_dca_sees_drawn_rows(monkeypatch):
-    """The first rows of an alignment are the most similar ones, which tell least."""
-    seen = []
-    monkeypatch.setattr(prediction, "mean_field_dca", lambda msa: seen.append(msa) or torch.zeros(30, 30))
-    monkeypatch.setattr(prediction, "YARDSTICK_ROWS", 8)
-    monkeypatch.setattr(prediction, "LONGEST_FOR_DCA", 30)
-    msa = (np.arange(40)[:, None] + np.zeros(30, int)).astype(np.uint8) % 20
-    found = SimpleNamespace(protein=SimpleNamespace(msa=msa, length=30), probability=torch.rand(30, 30),
-                            coords=(torch.zeros(30, 3), torch.ones(30)))
-    assert list(prediction.precisions(found)) == ["model", "mean-field DCA"]
-    assert np.array_equal(seen[0], prediction.some_rows(msa, 8)) and not np.array_equal(seen[0], msa[:8])

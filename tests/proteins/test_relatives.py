@@ -237,21 +237,6 @@ def test_a_profile_without_known_letters_finds_nobody():
     assert nearest(np.full((3, 40), UNKNOWN, np.uint8), others)[1] > relatives.RELATED
 
 
-def test_an_e_value_counts_all_sequences_against_the_same_ones_backwards_and_shuffled(monkeypatch):
-    """P(score > x) = 1 - exp(-2 * length * exp(-x)), times the three that were tried."""
-    tried = []
-    monkeypatch.setattr(relatives, "fitted", lambda scores, lengths: (1.0, 2.0))
-    monkeypatch.setattr(relatives, "local_scores", lambda columns, sequences: tried.extend(
-        files._letters(sequence) for sequence in sequences) or np.arange(len(sequences)) % 3 + 5.0)
-    texts = ["ACDEFGHIKL", "HIKLMNPQRSTV", "STVWYACDE"]
-    found = nearest(tokens("AC")[None], dict(a=texts[:1], b=texts[1:]))
-    assert found == ("b", pytest.approx(3 * -np.expm1(-2 * 9 * np.exp(-7.0)), rel=1e-12))
-    real, decoys = tried[:3], tried[3:]
-    assert real == texts and decoys[:3] == [text[::-1] for text in texts]
-    assert len(decoys) >= relatives.DECOYS and len(set(decoys)) > 0.9 * len(decoys)
-    assert [sorted(text) for text in decoys] == [sorted(text) for text in texts] * (len(decoys) // 3)
-
-
 # --- The whole of --contacts ------------------------------------------------------------------------------
 
 SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
@@ -295,4 +280,3 @@ def test_a_broken_matplotlib_costs_the_picture_alone(setup, tmp_path, capsys, mo
     result = json.loads((tmp_path / "contacts" / "x.json").read_text())
     assert result["files"] == [f"contacts/x{suffix}" for suffix in (".npz", ".tsv", ".rr")]
     assert all(os.path.exists(path) for path in result["files"])
-

@@ -115,8 +115,9 @@ def predict(program, settings, mode, work):
         headline, path = Predictor(program, settings, mode).write(protein, paths[0], work)
         print_result(headline, path, settings)
         return outputs.OK
-    predictor = Predictor(program, settings, mode)
-    told, started = {}, time.monotonic()
+    predictor, told, started = Predictor(program, settings, mode), {}, time.monotonic()
+    summary = os.path.join(predictor.directory, f"{mode}.jsonl")
+    outputs.set_aside(summary)
 
     def one(path):
         print(f"\n[{len(told) + 1} of {len(paths)}] {printable(path)}")
@@ -130,23 +131,14 @@ def predict(program, settings, mode, work):
         if code:
             told[path] = dict(mode=mode, name=files.split_suffix(path)[0], error=" ".join(lines))
             outputs.say_why(program.name, lines)
-        seconds, good = time.monotonic() - started, sum("error" not in headline for headline in told.values())
-        left = seconds / good * (len(paths) - number) if good else None
-        print(f"{number} of {len(paths)} took {seconds:.0f} s" + (f"; the rest may take {left:.0f} s" if left
-                                                                  else ""), flush=True)
-    return conclude(predictor, settings, told)
-
-
-def conclude(predictor, settings, told):
-    """Write and say what came of several alignments, {path: headline}; returns the exit code."""
-    failed = [path for path, headline in told.items() if "error" in headline]
-    path = os.path.join(predictor.directory, f"{predictor.mode}.jsonl")
-    outputs.set_aside(path)
-    outputs.write_text(path, "".join(f"{json.dumps(headline)}\n" for headline in told.values()))
-    print(f"Written: {printable(path)}, a line for each alignment")
+        outputs.write_text(summary, "".join(f"{json.dumps(headline)}\n" for headline in told.values()))
+        failed = [path for path, headline in told.items() if "error" in headline]
+        seconds, good = time.monotonic() - started, number - len(failed)
+        left = f"; the rest may take {seconds / good * (len(paths) - number):.0f} s" if good else ""
+        print(f"{number} of {len(paths)} took {seconds:.0f} s{left * (number < len(paths))}", flush=True)
     if failed:
-        print(f"{len(failed)} of {len(told)} failed: {', '.join(map(printable, failed))}", file=sys.stderr)
-    print_result(dict(mode=predictor.mode, predicted=len(told) - len(failed), failed=failed), path, settings)
+        print(f"{len(failed)} of {len(paths)} failed: {', '.join(map(printable, failed))}", file=sys.stderr)
+    print_result(dict(mode=mode, predicted=good, failed=failed), summary, settings)
     return outputs.FAILED if failed else outputs.OK
 
 
