@@ -215,7 +215,7 @@ def test_the_end_of_a_run_draws_one_protein(evaluated, asked, found, draws, tmp_
     monkeypatch.setattr(contacts, "write_map", lambda *given: drawn.append(given))
     monkeypatch.setattr(contacts, "find_spec", lambda name: found and name == "matplotlib")
     trainer = SimpleNamespace(
-        model=source, device=torch.device("cpu"), step_number=7,
+        model=source, device=torch.device("cpu"), step_number=7, sequences={},
         training=SimpleNamespace(plot_contacts=asked),
         settings=SimpleNamespace(profiler=SimpleNamespace(profile_dir=str(tmp_path))))
     for suffix in contacts.SUFFIXES:
@@ -236,6 +236,18 @@ def test_the_end_of_a_run_draws_one_protein(evaluated, asked, found, draws, tmp_
     assert aside == sorted(f"contacts{suffix}" for suffix in contacts.SUFFIXES) * draws
     contacts.closing(trainer, source, {"final": empty})
     assert capsys.readouterr().out == ""
+
+
+def test_the_end_of_a_run_names_held_out_families_whose_relatives_it_learned_from(capsys):
+    rng = np.random.default_rng(0)
+    own, other = (files._letters(rng.integers(0, 20, 60)) for _ in range(2))
+    proteins = {name: files.Protein(name, files._tokens(letters.encode())[None], None)
+                for name, letters in (("renamed", own), ("new", other))}
+    trainer = SimpleNamespace(step_number=7, sequences=dict(known=[own]))
+    final = Evaluation("", {}, details=dict(held_out=dict(renamed=OTHER, new=OTHER)))
+    contacts.closing(trainer, SimpleNamespace(structure=proteins.get), dict(final=final))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "1 have a relative" in last and "renamed" in last and "new" not in last.split(":")[-1]
 
 
 def test_maps_that_cannot_be_drawn_are_refused_at_once(tmp_path):

@@ -10,9 +10,10 @@ from tqdm import tqdm
 from fusion_lab.measuring.plotting import require_matplotlib, spared
 from fusion_lab.training.evaluations import Evaluation, evaluating
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, counted, set_aside
+from fusion_lab.training.files import UserError, counted, printable, set_aside
 from tiny_openfold.proteins import maps
 from tiny_openfold.proteins.files import LETTERS
+from tiny_openfold.proteins.relatives import relative
 from tiny_openfold.proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
 
 CONTACT_DISTANCE = 8.0  # Å, between CB atoms (CA for glycine)
@@ -142,6 +143,11 @@ def closing(trainer, source, evaluations):
     print(f"In words: after step {trainer.step_number}, {100 * mean['p_l2']:.0f}% of the residue pairs that "
           f"the model is surest of do touch, in {counted(len(held_out), 'protein')} it never saw; "
           f"by chance {100 * mean['chance']:.0f}% would.")
+    if trainer.sequences:
+        kin = [name for name in held_out if relative(source.structure(name).msa, name, dict(
+            sequences=trainer.sequences))["trained"]]
+        print(f"Of these, {len(kin)} have a relative, by sequence, that it learned from"
+              + f": {', '.join(map(printable, kin))}" * bool(kin))
 
 
 def require_plots(directory, names):
