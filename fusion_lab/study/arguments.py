@@ -2,6 +2,7 @@
 import itertools
 import os
 import shlex
+import textwrap
 from dataclasses import fields
 
 from fusion_lab import commands
@@ -19,7 +20,8 @@ EPILOG = """Everything after -- goes to {program} for every point, --learning-ra
 
 settings: baseline (no fusion), fused (the defaults), compiled (with torch.compile), everything
 (--enable-all-fusion), ultra (--enable-ultra), given (the switches after --), only-X, without-X (of the
-defaults), X+Y, fused+X; X and Y are among {switches}
+defaults), X+Y, fused+X; X and Y are among
+{switches}
 
 examples:
   {script} --batch-sizes "2 4" --num-runs 3
@@ -35,7 +37,7 @@ OWN = {"--num-steps", "--use-amp", "--amp-dtype", "--device", "--program", "--pr
 
 
 def make_parser(program):
-    switches = ", ".join(map(spelled, program.fusion_config.names()))
+    switches = textwrap.fill(", ".join(map(spelled, program.fusion_config.names())), 100)
     epilog = EPILOG.format(program=program.name, switches=switches, script=SCRIPT, exit_codes=EXIT_CODES)
     parser = Parser(prog=SCRIPT, description=ABOUT, epilog=epilog,
                     usage=f"{SCRIPT} [options] [-- flags of {program.name}]")
