@@ -230,14 +230,13 @@ def candidates_of(program, variants, device, batch, note):
 
 
 def measure_apart(program, settings, variant, rounds, request):
-    """The row of a variant from a process of its own: the same command line, for this variant alone."""
+    """The row of a variant from a process of its own: the same command line for it alone, so many rounds."""
     if request.signal:
         return not_measured(variant, INTERRUPTED)
     with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile("w+") as errors:
         path = os.path.join(place, "comparison")
         command = [sys.executable, program.file, *command_line(program, settings), "--compare-fusion",
-                   "--variants", variant.name, "--profile-dir", path,
-                   *(["--num-steps", str(rounds)] if rounds else [])]
+                   "--variants", variant.name, "--profile-dir", path, "--num-steps", str(rounds)]
         process = subprocess.Popen(  # in a session of its own: Ctrl-C is for the parent
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
             env=child_environment(), start_new_session=True)
@@ -289,7 +288,7 @@ def compare(program, settings, names=None, rounds=None, show=lambda comparison: 
         tell()
         for number, variant in enumerate(apart, 1):
             note(f"{variant.name} in a process of its own, which compiles first: {number} of {len(apart)}")
-            found.rows.append(measure_apart(program, settings, variant, rounds, request))
+            found.rows.append(measure_apart(program, settings, variant, found.rows[0].rounds, request))
             tell()
     return found
 

@@ -116,7 +116,8 @@ def below(found):
     """Lines below the table."""
     rows, about = found.rows, found.about
     lines = [f"Steps in turn: {found.ended}"]
-    apart = [row for row in rows if row.measured and row.baseline_step_times != rows[0].step_times]
+    apart = [row for row in rows
+             if row.measured and row.baseline_step_times != rows[0].step_times[:row.rounds]]
     if apart:
         times = ", ".join(f"{row.name} {1e3 * row.baseline_batch_time:.2f} ms" for row in apart)
         lines.append(f"In a process of its own, beside a baseline of its own: {times}")
