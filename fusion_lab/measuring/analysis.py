@@ -13,7 +13,6 @@ from fusion_lab.training.files import finite, write_json
 from fusion_lab.training.machine import MEGABYTE, system_info
 
 ANALYSIS = "fusion_analysis.json"
-SHORT_US = 5.0  # a kernel below this takes about as long to launch as to run
 LAUNCH_BOUND, BUSY = 0.5, 0.85  # shares of the step: below, the GPU mostly waits; above, it mostly works
 
 
@@ -48,7 +47,7 @@ def analysis_of(trainer, found, times, peak, profiling):
         unit="kernel" if trace.on_gpu else "operation", step=step,
         total_us=sum(e["total_us"] for e in entries), sublayers=entries, launches_per_step=found.launches,
         coverage=dict(sublayers=inside, rest=1 - inside - outside, unattributed=outside),
-        kernels=kernels, kinds=kinds, short_kernels=short_kernels(trace.durations()),
+        kernels=kernels, kinds=kinds,
         saved_activation_mb={name: size / MEGABYTE for name, size in found.saved.items()},
         flops_per_step=found.flops, flops_share=flops_share(program, flops_by_sublayer(program, settings)),
         memory_peak_mb=peak, unrecorded=unrecorded,
@@ -99,14 +98,6 @@ def kernel_entries(trace):
     return kernels, kinds
 
 
-def short_kernels(durations):
-    """How many kernels are very short, and the share of all time that they take."""
-    durations = np.array(durations) if durations else np.ones(1)
-    small = durations < SHORT_US
-    return dict(limit_us=SHORT_US, count_share=float(small.mean()),
-                time_share=float(durations[small].sum() / durations.sum()))
-
-
 def launch_arithmetic(launches, step, lost=False):
     """Is a GPU's step bound by launching? The figures, the verdict, and the arithmetic in words. step: as
     of_a_step() has it; lost: whether the profiler missed kernels, which leaves it undecided."""
@@ -140,8 +131,9 @@ def findings(analysis):
     """Three sentences: the heaviest sub-layer, the largest saved activations, and on a GPU whether it waits
     for launches."""
     shares, saved = shares_of_sublayers(analysis), analysis["saved_activation_mb"]
-    found = ["The blocks are compiled or captured whole, so no sub-layer can be told from another; "
-             "--disable-torch-compile --disable-cuda-graphs shows them."]
+    found = [] if analysis["unrecorded"] else [
+        "The blocks are compiled or captured whole, so no sub-layer can be told from another; "
+        "--disable-torch-compile --disable-cuda-graphs shows them."]
     if sum(shares.values()) > 0:
         name, share = next(iter(shares.items()))
         of = "GPU time" if analysis["unit"] == "kernel" else "step"

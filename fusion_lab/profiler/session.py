@@ -30,7 +30,7 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
     pictures = write_report(directory, program, settings, analysis, trace)
     print_session(analysis, directory, pictures)
     if code:
-        raise UserError("interrupted: the trace has fewer steps than it was to have", code)
+        raise UserError("interrupted: the report is of the steps that there were", code)
     return analysis
 
 

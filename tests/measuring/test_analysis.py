@@ -120,6 +120,13 @@ def test_blocks_that_are_one_piece_have_no_heaviest_sublayer(tmp_path, monkeypat
     assert "--disable-torch-compile" in found["findings"][0]
 
 
+def test_a_profiler_that_saw_no_kernel_finds_nothing_heavy(tmp_path, monkeypatch):
+    events = [e for e in gpu_trace() if e.get("cat") not in ("kernel", "gpu_memcpy")]
+    found = analysed(events, tmp_path, monkeypatch)
+    assert "6 launches and no kernel" in found["unrecorded"][0] and found["launch"] is None
+    assert len(found["findings"]) == 1 and "3.0 of 4.0 MB" in found["findings"][0]
+
+
 def test_kernels_by_kind():
     rows = [dict(name=name, kind=kind, calls=calls, self_us=us) for name, kind, calls, us in (
         ("a", "copy", 2, 30.0), ("b", "fill", 1, 50.0), ("c", "copy", 4, 20.0))]
@@ -127,12 +134,6 @@ def test_kernels_by_kind():
     assert [e["share"] for e in kernels] == [0.3, 0.5, 0.2]
     assert kinds == dict(copy=dict(calls=6, self_us=50.0, share=0.5),
                          fill=dict(calls=1, self_us=50.0, share=0.5))
-
-
-def test_short_kernels_are_those_below_five_microseconds():
-    assert analysis.short_kernels([1.0, 4.0, 5.0, 30.0]) == dict(
-        limit_us=5.0, count_share=0.5, time_share=0.125)
-    assert analysis.short_kernels([]) == dict(limit_us=5.0, count_share=1.0, time_share=1.0)
 
 
 def test_a_run_without_a_trace_has_no_analysis():

@@ -58,7 +58,7 @@ def session(tmp_path_factory):
 
 OF_AN_ANALYSIS = {"mode", "timestamp", "config", "fusion_config", "training_params", "profile_steps",
                   "system_info", "trace", "time_kind", "unit", "step", "total_us", "sublayers",
-                  "launches_per_step", "coverage", "kernels", "kinds", "short_kernels", "saved_activation_mb",
+                  "launches_per_step", "coverage", "kernels", "kinds", "saved_activation_mb",
                   "flops_per_step", "flops_share", "memory_peak_mb", "launch", "unrecorded", "findings"}
 
 
