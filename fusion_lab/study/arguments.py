@@ -37,7 +37,8 @@ OWN = {"--num-steps", "--use-amp", "--amp-dtype", "--device", "--program", "--pr
 
 
 def make_parser(program):
-    switches = textwrap.fill(", ".join(map(spelled, program.fusion_config.names())), 100)
+    names = ", ".join(map(spelled, program.fusion_config.names()))
+    switches = textwrap.fill(names, 100, break_on_hyphens=False)
     epilog = EPILOG.format(program=program.name, switches=switches, script=SCRIPT, exit_codes=EXIT_CODES)
     parser = Parser(prog=SCRIPT, description=ABOUT, epilog=epilog,
                     usage=f"{SCRIPT} [options] [-- flags of {program.name}]")
