@@ -22,20 +22,20 @@ def cells(row):
         reason = printable(row.reason).replace("|", "\\|")
         return [row.name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)]
     times = [1e3 * seconds for seconds in (row.median_batch_time, row.p20_batch_time, row.p80_batch_time)]
-    speed = "1" if row.name == BASELINE else f"{row.speedup:.2f}x {interval(row)}"
-    return [row.name, "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row.samples_per_second:.1f}", speed,
-            *("n/a" if value is None else
-              f"{value:{form}}" + (f" ({-saved:+.0f}%)" if saved and abs(saved) >= 0.5 else "")
-              for value, form, saved in (
-                  (row.peak_memory_mb, ".1f", row.peak_memory_reduction_percent),
-                  (row.saved_activation_mb, ".1f", row.saved_activation_reduction_percent),
-                  (row.launches_per_step, "d", row.launch_reduction_percent)))]
+    sure = counted(row.rounds, "round") if row.speedup_low is None else (
+        f"{row.speedup_low:.2f}, {row.speedup_high:.2f}")
+    return [row.name, "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row.samples_per_second:.1f}",
+            "1" if row.name == BASELINE else f"{row.speedup:.2f}x ({sure})",
+            figure(row.peak_memory_mb, ".1f", row.peak_memory_reduction_percent),
+            figure(row.saved_activation_mb, ".1f", row.saved_activation_reduction_percent),
+            figure(row.launches_per_step, "d", row.launch_reduction_percent)]
 
 
-def interval(row):
-    """Of its speed-up, in brackets."""
-    return f"({counted(row.rounds, 'round')})" if row.speedup_low is None else (
-        f"({row.speedup_low:.2f}, {row.speedup_high:.2f})")
+def figure(value, form, saved):
+    """A number, and by how much it differs from the baseline's where that shows."""
+    if value is None:
+        return "n/a"
+    return f"{value:{form}}" + (f" ({-saved:+.0f}%)" if saved and abs(saved) >= 0.5 else "")
 
 
 def table(rows, names=()):
