@@ -25,7 +25,7 @@ OF_A_SESSION = ("num_steps", "warmup_steps", "log_every", "eval_every", "save_ch
 
 def format_of(program):
     """What the checkpoints of a program call themselves."""
-    return f"{program.name.removesuffix('.py')} checkpoint 1"
+    return f"{program.stem} checkpoint 1"
 
 
 def packings(model):

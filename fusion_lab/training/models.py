@@ -20,7 +20,7 @@ class SavedModel:
 
 def format_of(program):
     """What the model files of a program call themselves."""
-    return f"{program.name.removesuffix('.py')} model 1"
+    return f"{program.stem} model 1"
 
 
 def sizes(config):

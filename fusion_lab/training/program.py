@@ -150,7 +150,13 @@ class Program:
 
     @property
     def name(self):
+        """What the user typed to start it: a file, or a command of the installed package."""
         return commands.name(self.file)
+
+    @property
+    def stem(self):
+        """Stands in the files that it saves, which every way to start it reads."""
+        return os.path.basename(self.file).removesuffix(".py")
 
     def settings(self, **values):
         """The defaults, with other values of some fields."""

@@ -65,7 +65,7 @@ def trainer_of(steps=1, average=True, device=CPU, first=True):
     model = torch.nn.Sequential(Packing())
     weights, published = dict(model.named_parameters()), []
     found = SimpleNamespace(
-        program=SimpleNamespace(name="toy.py"), settings=SimpleNamespace(model=Config()),
+        program=SimpleNamespace(name="toy.py", stem="toy"), settings=SimpleNamespace(model=Config()),
         training=Training(), gradient_norm=torch.tensor(0.25), model=model,
         device=device, world=World(first), masters=None, weights=weights,
         updated=[*weights.values()], optimizer=torch.optim.AdamW(model.parameters(), lr=0.5),

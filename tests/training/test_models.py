@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
+from fusion_lab import commands
 from fusion_lab.training import models
 from fusion_lab.training.files import UserError
 
@@ -48,6 +49,11 @@ def model_file(tmp_path):
     model = a_model()
     models.save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, CARD)
     return tmp_path / "m.pt"
+
+
+def test_model_files_are_read_by_whatever_name_the_program_was_started(model_file, monkeypatch):
+    monkeypatch.setitem(commands.TYPED, "tiny_openfold_v2.py", "tinyopenfold")
+    assert tof.PROGRAM.name == "tinyopenfold" and models.read_model(model_file, tof.PROGRAM).card == CARD
 
 
 def test_a_model_file_is_small_and_whole(model_file):
