@@ -380,7 +380,7 @@ FIGURES = dict(median_batch_time=.1, p20_batch_time=.1, p80_batch_time=.1, sampl
                speedup=1.0, peak_memory_mb=3.0, launches_per_step=4, saved_activation_mb=5.0,
                flops_per_step=6, final_loss=7.0)
 COMPARED = Verb("compare", ("tiny_openfold_v2.py --compare-fusion",), ("table.json",),
-                measured=("baseline", "all"), named=("only-idle",), expected=("it is idle",))
+                measured=("baseline", "fused"), named=("only-idle",), expected=("it is idle",))
 
 
 def a_row(name, **values):
@@ -393,13 +393,13 @@ def a_run(tmp_path, **values):
     (tmp_path / "table.json").write_text("{}")
     idle = dict(name="only-idle", measured=False, reason="it is idle", fusion_config={})
     good = dict(codes=[0], stdout="only-idle  not measured: it is idle\nWritten: table.json\n", stderr="",
-                seconds=1.0, results=[dict(variants=[a_row("baseline"), a_row("all"), idle])])
+                seconds=1.0, results=[dict(variants=[a_row("baseline"), a_row("fused"), idle])])
     return Run(**{**good, **values})
 
 
 def changed(number, **values):
     """Replacement of the result: one row of it has other values."""
-    found = [a_row("baseline"), a_row("all"),
+    found = [a_row("baseline"), a_row("fused"),
              dict(name="only-idle", measured=False, reason="it is idle", fusion_config={})]
     found[number].update(values)
     return dict(results=[dict(variants=found)])
@@ -412,7 +412,7 @@ def test_the_judge_finds_nothing_in_a_good_run(tmp_path):
 
 
 @pytest.mark.parametrize("values, words", [
-    (changed(1, measured=False, reason="Unsupported: skipped function"), "all was not measured: Unsupported"),
+    (changed(1, measured=False, reason="Unsupported: skipped function"), "fused was not measured: Uns"),
     (changed(2, reason="NotImplementedError: no rule; it is idle"), "only-idle: not measured: NotImpl"),
     (changed(2, measured=True, reason=None, **FIGURES), "only-idle was measured"),
     (changed(1, name="other"), "rows ["), (dict(results=[dict(variants=[])]), "rows []"),
@@ -427,7 +427,7 @@ def test_the_judge_finds_nothing_in_a_good_run(tmp_path):
     (dict(stderr="W1124 17:31:39.123000 81 torch/_inductor/utils.py:1] Not enough SMs"), "a warning: W1124"),
     (dict(stderr="Traceback (most recent call last):"), "a traceback"),
     (dict(stdout="falling back to eager"), "not expected: falling back"),
-    (dict(stdout="all  not measured: Unsupported"), "not expected: all  not measured"),
+    (dict(stdout="fused  not measured: Unsupported"), "not expected: fused  not measured"),
     (dict(stdout="Not used here: the kernel"), "not expected: Not used"),
     (dict(stdout="Written: table.json, gone.png"), "named, but missing or empty: gone.png"),
     (dict(codes=[1], stderr="error: why"), "exit codes [1]"), (dict(codes=[]), "exit codes []"),
@@ -447,9 +447,9 @@ def test_the_judge_counts_again(tmp_path):
     run.results[0] = result
     assert judge(COMPARED, run, tmp_path) == []
     result["variants"][1].update(samples_per_second=21.0, peak_memory_mb=6.0, step_times=[0.5, 1])
-    assert judge(COMPARED, run, tmp_path) == ["all: samples_per_second is 21.0, not 20.0",
-                                              "all: speedup is 1.0, not 2.0",
-                                              "all: peak_memory_reduction_percent is 0.0, not -100.0"]
+    assert judge(COMPARED, run, tmp_path) == ["fused: samples_per_second is 21.0, not 20.0",
+                                              "fused: speedup is 1.0, not 2.0",
+                                              "fused: peak_memory_reduction_percent is 0.0, not -100.0"]
 
 
 def test_the_judge_misses_a_file(tmp_path):
