@@ -171,10 +171,11 @@ def interleaved_line(before, after):
 def comparison_lines(comparison):
     """Two sessions side by side, as markdown."""
     before, after = comparison["step_ms"]
+    hint = "" if "interleaved" in comparison else " --compare-v1 lets steps alternate."
     lines = [f"## Against {escaped(comparison['before'])}", "",
              f"A step takes {before:.2f} -> {after:.2f} ms: {in_words(comparison)}. The sessions ran one "
-             "after the other; how the machine changed between them is not in the interval. --compare-v1 "
-             "lets steps alternate. Different: "
+             f"after the other; how the machine changed between them is not in the interval.{hint} "
+             "Different: "
              f"{escaped('; '.join(comparison['differences'])) or 'nothing in the settings'}.", ""]
     if "interleaved" in comparison:
         lines += [interleaved_line(*comparison["interleaved"]), ""]

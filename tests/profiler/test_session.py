@@ -127,6 +127,7 @@ def test_v1_and_ablation_in_folders_of_their_own(tmp_path, capsys):
     assert set(result) >= {"before", "differences", "time_kind", "step_ms", "sublayers", "kernels",
                            "interleaved", "mode", "session_step_ms", "speedup"}
     assert result["step_ms"] == [1e3 * row["median_batch_time"] for row in result["interleaved"]]
+    assert result["speedup"] == result["interleaved"][1]["speedup"]
     assert [row["name"] for row in result["interleaved"]] == ["baseline", "given"]
     for name in ("v1_baseline/fusion_analysis.json", "v2/fusion_analysis.json", "v1_comparison.md"):
         assert (tmp_path / name).exists()
