@@ -85,7 +85,8 @@ class FusionConfig(TritonSwitches):
 
     def weight_first(self, samples, rows, residues, tie=True):
         """Whether the outer product mean multiplies by its weight before it sums over rows. With 4 N <= S the
-        tensor in the middle is no larger than (S, S, h * h) for c_z up to 4 h; tie is the answer at 4 N = S.
+        tensor in the middle is no larger than (S, S, h * h) for c_z up to 4 h; tie is the answer at 4 N = S,
+        where our kernel for the other order draws level.
         The loop over samples costs launches, which several small proteins do not win back."""
         few = 4 * rows < residues or tie and 4 * rows == residues
         return self.enable_opm_fusion and few and (samples == 1 or residues >= 128)
@@ -117,7 +118,7 @@ from fusion_lab.measuring import accuracy, retune, summary
 from fusion_lab.measuring.analysis import write_analysis
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.comparison_table import compare_fusion
-from fusion_lab.measuring.metrics import Metrics
+from fusion_lab.measuring.metrics import Metrics, of_resumed_run
 from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
 from fusion_lab.measuring.ranges import PHASES, Profiling
 from fusion_lab.training import distributed, recipe, reporting, torchrun
@@ -679,6 +680,11 @@ class Trainer:
         return preserving(self)
 
 
+def due(every, done):
+    """Whether something that is done every so many steps, or never (None), is done after this one."""
+    return every is not None and done % every == 0
+
+
 def run_steps(trainer, source, profiling, found, metrics, stop):
     """Steps up to --num-steps, until a signal, or until --early-stopping has had enough; found is what
     warm_up() measured. Returns (losses, (steps, 4) seconds by phase)."""
@@ -698,17 +704,19 @@ def run_steps(trainer, source, profiling, found, metrics, stop):
             profiling.step()
             bar.update()
             last = done == steps.stop
-            log, keep, look = (last or bool(every) and done % every == 0 for every in
+            log, keep, look = (last or due(every, done) for every in
                                (training.log_every, training.save_every, training.eval_every))
+            # One process stops after any step. Several must stop after the same one, so they ask each other
+            # at the steps at which all look; a signal that comes later waits for the next such step.
             if not (log or keep or look or world.size == 1 and stop.signal):
-                continue  # the host runs ahead of the GPU
-            asked = world.any(stop.signal)  # all ranks know, after the same step; later it may come to one
-            reporting.require_finite(losses[-1], done)  # before it is saved
+                continue  # without waiting for the GPU
+            asked = world.any(stop.signal)
             metrics.flush()  # before a checkpoint knows of these steps
+            reporting.require_finite(losses[-1], done)  # before it is saved
             if log or asked:
                 memory = peak_megabytes(trainer.device, found)
                 say(reporting.step_line(trainer, losses[-1], timer, memory))
-            if look and not (last or asked):
+            if look and not (last or asked):  # train() evaluates the end
                 with profiling.paused(), unmeasured_memory(trainer.device, found):
                     evaluate(trainer, source, metrics, stop, say)
                 asked = world.any(stop.signal)
@@ -729,7 +737,7 @@ def train(program, settings, compare_with=None):
     source = program.data(settings.having(batch_size=training.batch_size * world.size))  # of all ranks
     trainer = program.trainer(program, settings, device, world)
     begin_from_files(trainer, source)
-    world.from_first(partial(claim_outputs, trainer))
+    world.from_first(lambda: claim_outputs(trainer, of_resumed_run(trainer)))
     reporting.describe_start(trainer, source)
     with StopRequest(patient=world.size > 1) as stop:
         found = warm_up(trainer, source, stop)
@@ -766,7 +774,7 @@ PROGRAM = Program(
 
 def run(argv=None, program=PROGRAM):
     """Parse the command line and do what it asks; returns the exit code. Raises UserError."""
-    argv = flags.with_demo(sys.argv[1:] if argv is None else argv)
+    argv = flags.with_demo(sys.argv[1:] if argv is None else argv, program)
     program = flags.named_program(argv, program)
     arguments, settings, mode = flags.parse(flags.make_parser(program), program, argv)
     if arguments.check_flags:

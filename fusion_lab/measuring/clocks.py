@@ -32,11 +32,12 @@ class PhaseTimer:
         if number < len(self.names):
             self.enter(self.names[number])
 
-    def seconds(self):
-        """(steps, phases) seconds between the marks of each step; without a last one that was broken off."""
+    def seconds(self, last=0):
+        """(steps, phases) seconds between the marks of each step, or of so many of the last ones; without a
+        last one that was broken off."""
         if not self.steps:
             return np.empty((0, len(self.names)))
-        steps = [step for step in self.steps if len(step) == len(self.steps[0])]
+        steps = [step for step in self.steps[-last:] if len(step) == len(self.steps[0])]
         if self.on_gpu:
             torch.cuda.synchronize()
             return np.array([[a.elapsed_time(b) / 1e3 for a, b in zip(s, s[1:], strict=False)]

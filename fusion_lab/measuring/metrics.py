@@ -7,7 +7,7 @@ import os
 import torch
 
 from fusion_lab.measuring.plotting import require_matplotlib, save, spared
-from fusion_lab.training.files import UserError, finite, set_aside, write_text
+from fusion_lab.training.files import UserError, finite, write_text
 
 METRICS, CURVE = "metrics.jsonl", "learning_curve.png"
 
@@ -24,15 +24,10 @@ class Metrics:
             self.go_on(trainer)
 
     def go_on(self, trainer):
-        """Leave what a checkpoint knows of, in the file of its own run: that has the gradient norm of the
-        checkpoint's last step. Another run's is set aside."""
+        """Leave what the checkpoint of a resumed run knows of."""
         steps, evaluations = read_metrics(self.path)
         known = [line for line in (*steps, *evaluations) if line["step"] <= trainer.step_number]
-        norms = [s.get("gradient_norm") for s in steps if s["step"] == trainer.step_number]
-        if norms != [finite(trainer.gradient_norm.item())]:
-            print(f"{self.path}: of another run; it is {set_aside(self.path)} now")
-        else:
-            write_text(self.path, lines_of(sorted(known, key=lambda line: line["step"])))
+        write_text(self.path, lines_of(sorted(known, key=lambda line: line["step"])))
 
     def step(self, number, loss, trainer):
         """After step number (from 1): its loss, on the device."""
@@ -83,6 +78,16 @@ class Metrics:
         save(figure, path)
         pyplot.close(figure)
         return path
+
+
+def of_resumed_run(trainer):
+    """Whether the directory of this run holds metrics of the run that the trainer resumes: their gradient
+    norm after the checkpoint's last step is the checkpoint's."""
+    path = os.path.join(trainer.settings.profiler.profile_dir, METRICS)
+    if not trainer.training.resume or not os.path.exists(path):
+        return False
+    norms = [s.get("gradient_norm") for s in read_metrics(path)[0] if s["step"] == trainer.step_number]
+    return norms == [finite(trainer.gradient_norm.item())]
 
 
 def lines_of(content):

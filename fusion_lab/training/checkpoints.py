@@ -87,15 +87,16 @@ def save(trainer, path):
 OTHER_RESULTS = (".json", ".jsonl", ".png", ".tsv")  # of a run
 
 
-def claim_outputs(trainer):
-    """Hold the run's directory and the files that it saves into, and set aside what earlier runs left there.
-    Raises UserError now rather than after hours of training, before anything is moved, if a file holds
-    something else than a checkpoint of this program."""
+def claim_outputs(trainer, resumed):
+    """Hold the run's directory and the files that it saves into, and set aside what earlier runs left there;
+    resumed: the directory is that of the resumed run, which goes on in it. Raises UserError now rather than
+    after hours of training, before anything is moved, if a file holds something else than a checkpoint of
+    this program."""
     training, own = trainer.training, {}
     for name in ("save_checkpoint", "save_best"):
         if path := getattr(training, name):
             own[path] = saved_before(path, name, trainer.program)
-    trainer.settings.claimed(resumed=bool(training.resume))
+    trainer.settings.claimed(resumed)
     for path, saved in own.items():
         claim_file(path)
         if os.path.exists(path) and not continues(trainer, path, saved):

@@ -45,10 +45,12 @@ def evaluate(trainer, source, metrics, stop, say, final=False):
         return say(f"Interrupted in the evaluation after step {trainer.step_number}")
     say(found.line)
     metrics.evaluation(trainer.step_number, found, final)
-    best = trainer.best
+    best, training = trainer.best, trainer.training
     if found.score is not None and (best["score"] is None or found.score > best["score"]):
         trainer.best = dict(score=found.score, step=trainer.step_number, since=0)
-        if trainer.training.save_best:
-            save(trainer, trainer.training.save_best)
-    elif found.score is not None:
+        if training.save_best:
+            save(trainer, training.save_best)
+        if training.save_best and final and training.save_checkpoint:  # once more: it knows of the best now
+            save(trainer, training.save_checkpoint)
+    elif found.score is not None and not final:
         trainer.best = dict(best, since=best["since"] + 1)

@@ -10,20 +10,9 @@ def to_device(batch, device):
     return batch
 
 
-def own(batch, rank, size):
-    """The samples of one rank among the samples of all."""
-    count = len(next(iter(batch.values()))) // size
-    return {key: value[rank * count:(rank + 1) * count] for key, value in batch.items()}
-
-
 def batch_of(source, step, world):
-    """This rank's samples of a step. The source makes those of all ranks, so that a step does not depend on
-    how many share it; one with part(step, rank, size) makes no more than it must."""
-    if world.size == 1:
-        return source.batch(step)
-    if hasattr(source, "part"):
-        return source.part(step, world.rank, world.size)
-    return own(source.batch(step), world.rank, world.size)
+    """This rank's samples of a step."""
+    return source.batch(step) if world.size == 1 else source.part(step, world.rank, world.size)
 
 
 def batches(source, steps, device, world=ALONE):

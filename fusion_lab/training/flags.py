@@ -30,7 +30,8 @@ def judge(name, **known):
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(*TURNS)
     os.environ.setdefault(*PROFILER_WORDS)
-    program, argv = Program(**known), with_demo(sys.argv[1:])
+    program = Program(**known)
+    argv = with_demo(sys.argv[1:], program)
     if code := files.exit_code(partial(check_early, program), argv, program.name):
         sys.exit(code)
 
@@ -168,10 +169,9 @@ def make_parser(program, about=None, prog=None):
                          help="everything that makes steps faster, torch.compile included (default: off)")
     presets.add_argument("--disable-all-fusion", dest="fusion_preset", action="store_const",
                          const=kind.preset(False), help="the baseline, V1: no fusion at all (default: off)")
-    if kind.ultra() != kind.preset(True):
-        presets.add_argument("--enable-ultra", dest="fusion_preset", action="store_const", const=kind.ultra(),
-                             help="all fusion and the kernels of this project that won on an NVIDIA H200, "
-                             "for a GPU with Triton (default: off)")
+    presets.add_argument("--enable-ultra", dest="fusion_preset", action="store_const", const=kind.ultra(),
+                         help="all fusion and the kernels of this project that won on an NVIDIA H200, "
+                         "for a GPU with Triton (default: off)")
     if program.demo:
         sizes = " ".join(f"{flag(name)} {value}" for name, value in program.demo.items())
         group.add_argument(DEMO, action="store_true", help="a first run, which learns within two minutes "
@@ -212,9 +212,9 @@ def own_modes(program):
 DEMO = "--demo"
 
 
-def with_demo(argv):
-    """The command line as it is meant: none at all is the demonstration."""
-    return list(argv) or [DEMO]
+def with_demo(argv, program):
+    """The command line as it is meant: none at all is the demonstration of a program that has one."""
+    return list(argv) or [DEMO] * bool(program.demo)
 
 
 def program_file(argv, name):

@@ -65,6 +65,13 @@ class Data:
     sequences = {}                    # {name: plain values by which relatives of what is learned are found}
     chooses = False                   # whether its evaluations have a score to choose by
 
+    def part(self, step, rank, size):
+        """The samples of one of several ranks among batch(step), which has those of all: a step does not
+        depend on how many share it. Whoever can makes no more than these."""
+        batch = self.batch(step)
+        count = len(next(iter(batch.values()))) // size
+        return {key: value[rank * count:(rank + 1) * count] for key, value in batch.items()}
+
     def check_batch(self):
         """A batch in which every mask masks something."""
         return self.batch(0)

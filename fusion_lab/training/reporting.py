@@ -23,7 +23,7 @@ def require_finite(loss, step):
 def step_line(trainer, loss, timer, memory):
     """Of the steps since the last such line. memory: MB of one GPU, or None; the speed is of all."""
     training, done = trainer.training, trainer.step_number
-    seconds = float(np.median(timer.seconds()[-training.log_every:].sum(axis=1)))
+    seconds = float(np.median(timer.seconds(training.log_every).sum(axis=1)))
     memory = "   n/a" if memory is None else f"{memory:6.1f}"
     speed = training.batch_size * trainer.world.size / seconds
     return (f"Step {done:3d}/{training.num_steps} | Loss: {loss.item():.4f} | Speed: {speed:6.1f} samples/sec"
@@ -80,7 +80,7 @@ def print_ending(trainer, paths, stopped):
     planned, saved, best = training.num_steps, training.save_checkpoint, trainer.best
     if best["score"] is not None:
         print(f"Best evaluation: {best['score']:.3f} after step {best['step']}"
-              + (f", saved in {training.save_best}" if training.save_best else ""))
+              + (f", saved in {training.save_best}" if os.path.exists(training.save_best or "") else ""))
     if stopped:
         print(f"Interrupted at step {done} of {planned}"
               + ("" if saved else "; without --save-checkpoint FILE there is nothing to continue from"))
@@ -89,8 +89,10 @@ def print_ending(trainer, paths, stopped):
     print(f"Written: {', '.join(path for path in paths if path)}")
     if saved and done == planned and training.lr_schedule != "constant":
         print(f"Its learning rate has come down to 0; to go on: --init-from {shlex.quote(saved)}")
+    elif saved and not stopped and done < planned:
+        print(f"Continue: the same flags, --resume {shlex.quote(saved)} and a larger --early-stopping")
     elif saved:
-        steps = planned if stopped and done < planned else 2 * planned
+        steps = planned if done < planned else 2 * planned
         print(f"Continue: the same flags and --resume {shlex.quote(saved)} --num-steps {steps}")
 
 

@@ -12,8 +12,8 @@ from fusion_lab.training.files import UserError
 from tests.second_program import PROGRAM as SECOND
 
 
-def of_run(directory, step=0, norm=0.5):
-    trainer = SimpleNamespace(world=ALONE, step_number=step, gradient_norm=torch.tensor(norm),
+def of_run(directory, step=0):
+    trainer = SimpleNamespace(world=ALONE, step_number=step,
                               settings=SECOND.settings(profile_dir=str(directory)))
     return metrics.Metrics(trainer)
 
@@ -62,19 +62,17 @@ def test_what_comes_again_is_cut(later, tmp_path):
         [json.loads(KNOWN[i]) for i in (0, 1, 3, 4)], [json.loads(KNOWN[2])])
 
 
-@pytest.mark.parametrize("content, norm", [(KNOWN, 0.25), (KNOWN[:4], 0.5)])
-def test_the_file_of_another_run_is_set_aside(content, norm, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(content))
-    of_run(tmp_path, step=4, norm=norm)
-    kept, = tmp_path.iterdir()
-    assert kept.name.startswith("metrics.jsonl.old-") and kept.read_text() == "".join(content)
-
-
-def test_a_norm_that_json_cannot_hold_is_known_again(tmp_path):
-    content = "".join([*KNOWN[:4], line(4, norm=None)])
-    (tmp_path / "metrics.jsonl").write_text(content)
-    of_run(tmp_path, step=4, norm=float("inf"))
-    assert len(list(tmp_path.iterdir())) == 1
+@pytest.mark.parametrize("content, norm, resume, own", [
+    (KNOWN, 0.5, "c.pt", True), (KNOWN, 0.25, "c.pt", False), (KNOWN[:4], 0.5, "c.pt", False),
+    ([*KNOWN[:4], line(4, norm=None)], float("inf"), "c.pt", True), (KNOWN, 0.5, None, False),
+    (None, 0.5, "c.pt", False)])
+def test_a_resumed_run_knows_its_directory_by_the_norm_of_its_last_step(content, norm, resume, own, tmp_path):
+    if content:
+        (tmp_path / "metrics.jsonl").write_text("".join(content))
+    settings = SECOND.settings(profile_dir=str(tmp_path), resume=resume)
+    trainer = SimpleNamespace(settings=settings, training=settings.training, step_number=4,
+                              gradient_norm=torch.tensor(norm))
+    assert metrics.of_resumed_run(trainer) is own
 
 
 def test_of_a_step_that_stands_there_twice_the_last_counts(tmp_path):

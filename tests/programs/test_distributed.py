@@ -10,7 +10,7 @@ import torch
 
 from fusion_lab.measuring.metrics import read_metrics
 from fusion_lab.training.distributed import World
-from fusion_lab.training.feeding import batch_of, own
+from fusion_lab.training.feeding import batch_of
 from fusion_lab.training.program import load_program
 from tests.support import PATIENCE, ROOT
 from tiny_openfold_v2 import main
@@ -106,7 +106,7 @@ def test_a_loss_is_that_of_its_parts_by_their_counts(file):
         weight += 0.1 * torch.randn_like(weight)  # heads begin at zero, where all losses are alike
     batch = program.data(settings).batch(0)
     next(batch[key] for key in ("coord_mask", "mask") if key in batch)[0, ::2] = 0
-    parts = [own(batch, rank, 3) for rank in range(3)]
+    parts = [{key: value[rank:rank + 1] for key, value in batch.items()} for rank in range(3)]
     counts = [model.loss_counts(**part) for part in parts]
     whole, parts = model(**batch)["loss"].item(), [model(**part) for part in parts]
     found = sum((part.get("loss_terms", part["loss"]) * count / sum(counts)).sum().item()

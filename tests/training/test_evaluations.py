@@ -16,7 +16,7 @@ from tests import second_program
 
 FLAGS = ("--width 8 --batch-size 2 --warmup-steps 0 --device cpu --log-every 1000 --eval-every 2 "
          "--ema-decay 0.9").split()
-SCORES = {2: 0.5, 4: 0.4, 6: 0.3, 7: 0.95, 8: 0.9, 10: 0.6, 12: 0.8, 14: 0.7}
+SCORES = {2: 0.5, 3: 0.1, 4: 0.4, 6: 0.3, 7: 0.95, 8: 0.9, 10: 0.6, 12: 0.8, 14: 0.7}
 
 
 class Scored(second_program.Numbers):
@@ -56,6 +56,26 @@ def test_the_best_weights_are_kept_and_a_run_ends_when_nothing_better_comes(tmp_
     assert "Best evaluation: 0.900 after step 8" in capsys.readouterr().out
     assert run(tmp_path / "r", *flags, "--resume", tmp_path / "last.pt") == 2  # nothing is left to do
     assert "--early-stopping" in capsys.readouterr().err
+
+
+def test_the_best_weights_of_a_last_evaluation_are_known_when_the_run_goes_on(tmp_path):
+    """At step 7 stands the best score of all: no later evaluation replaces these weights."""
+    flags = ["--save-best", tmp_path / "best.pt", "--save-checkpoint", tmp_path / "last.pt"]
+    assert run(tmp_path / "r", "--num-steps", 7, *flags) == 0
+    assert torch.load(tmp_path / "last.pt")["best"] == dict(score=0.95, step=7, since=0)
+    assert run(tmp_path / "r", "--num-steps", 10, *flags, "--resume", tmp_path / "last.pt") == 0
+    assert torch.load(tmp_path / "best.pt")["step"] == 7
+
+
+def test_a_run_is_not_resumed_into_the_directory_of_another_one(tmp_path, capsys):
+    for name in ("a", "b"):
+        assert run(tmp_path / name, "--num-steps", 3, "--save-checkpoint", tmp_path / f"{name}.pt",
+                   "--seed", ord(name)) == 0
+    before = (tmp_path / "b" / "performance_summary_mlp.json").read_text()
+    flags = ["--num-steps", 4, "--seed", ord("a"), "--resume", tmp_path / "a.pt"]
+    assert run(tmp_path / "b", *flags) == 2 and "--force" in capsys.readouterr().err
+    assert (tmp_path / "b" / "performance_summary_mlp.json").read_text() == before
+    assert run(tmp_path / "a", *flags) == 0
 
 
 def test_a_run_that_chooses_needs_a_score(tmp_path, capsys):

@@ -126,9 +126,10 @@ def test_one_rank_of_several_says_what_is_wrong(monkeypatch, capsys):
 
 
 def test_no_flags_mean_the_demonstration_and_single_flags_win_over_it():
-    settings = read_settings(tof.PROGRAM, PARSER.parse_args(with_demo([])))
+    settings = read_settings(tof.PROGRAM, PARSER.parse_args(with_demo([], tof.PROGRAM)))
     assert settings == tof.PROGRAM.settings(**tof.PROGRAM.demo) and settings.model.num_blocks == 1
+    assert with_demo([], SECOND) == []  # which has none
     settings = read_settings(tof.PROGRAM, PARSER.parse_args(["--seq-len", "40", "--demo"]))
     assert settings.model.seq_len == 40 and settings.training.batch_size == tof.PROGRAM.demo["batch_size"]
-    _, settings, _ = parse(PARSER, tof.PROGRAM, with_demo(["--seed", "1"]))
+    _, settings, _ = parse(PARSER, tof.PROGRAM, with_demo(["--seed", "1"], tof.PROGRAM))
     assert settings.model == tof.TinyOpenFoldConfig()

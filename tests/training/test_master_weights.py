@@ -8,6 +8,7 @@ from torch import nn
 
 from fusion_lab.training import feeding
 from fusion_lab.training.master_weights import KernelMasters, MasterWeights
+from fusion_lab.training.program import Data
 
 CPU = torch.device("cpu")
 
@@ -104,7 +105,7 @@ def test_a_kernel_finds_gradients_that_others_have_changed():
 
 # --- Batches ----------------------------------------------------------------------------------------------
 
-class Source:
+class Source(Data):
     """Batches are (step, samples of rank, of size); each is noted when it is made, with its thread."""
 
     def __init__(self):
@@ -127,8 +128,6 @@ def test_a_rank_s_samples_of_a_step():
     assert feeding.batch_of(Parted(), 3, world(1, 2)) == dict(step=3, of=(1, 2))
     assert feeding.batch_of(Source(), 3, world(0, 2)) == dict(step=[3])
     assert feeding.batch_of(Source(), 3, world(1, 2)) == dict(step=[-3])
-    samples = dict(a=list(range(6)), b="abcdef")
-    assert feeding.own(samples, 1, 3) == dict(a=[2, 3], b="cd")
 
 
 def test_a_step_s_batch_is_made_while_the_one_before_it_runs():

@@ -12,7 +12,6 @@ import math
 import numpy as np
 import torch
 
-from fusion_lab.training.feeding import own
 from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.program import Data
@@ -267,14 +266,14 @@ class RealProteins(Proteins):
             sample["backbone"] = padded(family.backbone[crop, :3], (seq_len, 3, 3), np.nan)  # N, CA, C
         return sample
 
-    def part(self, step, rank, size):
-        """As SyntheticProteins.part; what is drawn for a sample depends on those before it."""
+    def batch(self, step):
+        """What is drawn for a sample depends on those before it, so every rank draws those of all."""
         rng = np.random.default_rng((self.training.seed, step, 1))
         chosen = rng.choice(len(self.families), self.training.batch_size,
                             replace=self.training.batch_size > len(self.families))
         samples = [self.take(rng, self.families[i], self.config.seq_len, self.config.num_seqs, self.extra)
                    for i in chosen]
-        return own(assembled(rng, samples), rank, size)
+        return assembled(rng, samples)
 
     def evaluation(self):
         """As SyntheticProteins.evaluation: whole chains, --eval-seqs rows, the same ones every time."""

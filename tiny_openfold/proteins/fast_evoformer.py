@@ -58,7 +58,8 @@ class SubLayerTwin:
         return False
 
     def forward(self, x, *inputs, onto=None, dropout_factors=no_dropout, **masks):
-        """The update. With `onto`: onto + update * dropout_factors(a tensor of its shape)."""
+        """The update, by kernels if they take such an x. inputs and masks: what the plain forward takes
+        besides, masks by place or by name. With `onto`: onto + update * dropout_factors(such a tensor)."""
         if self.takes(x):
             drop = None if onto is None else dropout_factors(onto)
             return self.by_kernel(x, *inputs, onto=onto, drop=drop, **masks)
@@ -199,7 +200,7 @@ class TriangleMultiplicationTwin(SubLayerTwin):
 # The block
 # --------------------------------------------------------------------------------------------------------
 
-TWINS = dict(
+TWINS = dict(  # by the plain class's name, because the model imports this module
     FusedMSARowAttention=RowAttentionTwin, FusedMSAColumnAttention=ColumnAttentionTwin,
     MSATransition=TransitionTwin, OuterProductMean=OuterProductMeanTwin,
     FusedTriangleMultiplication=TriangleMultiplicationTwin, FusedTriangleAttention=TriangleAttentionTwin,
