@@ -283,6 +283,19 @@ def store_rows(matrix, p, P, tile, C: tl.constexpr):
 
 
 @triton.jit
+def load_columns(matrix, p, inside, columns, stride):
+    """(BM, columns) of rows p (BM,), `stride` numbers apart, of a matrix; zeros where a row is not inside."""
+    return tl.load(matrix + p[:, None] * stride + columns[None, :], mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def store_columns(matrix, p, inside, columns, stride, values):
+    """Store values (BM, columns) where load_columns() reads them, in the matrix's dtype."""
+    at = matrix + p[:, None] * stride + columns[None, :]  # (BM, columns)
+    tl.store(at, values.to(matrix.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
 def vector(pointer, C: tl.constexpr):
     """The C numbers at pointer, an affine weight or a bias, as (1, C) float32."""
     return tl.load(pointer + tl.arange(0, C)).to(tl.float32)[None, :]

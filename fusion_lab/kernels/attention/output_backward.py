@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 
 from fusion_lab.kernels import projections, tuner
-from fusion_lab.kernels.common import below, lines, load_rows, sigmoid, store_rows, store_sums
+from fusion_lab.kernels.common import (
+    below,
+    lines,
+    load_columns,
+    load_rows,
+    sigmoid,
+    store_columns,
+    store_rows,
+    store_sums,
+)
 from fusion_lab.kernels.projections import factors, tiles
 from fusion_lab.kernels.reductions import sums
 
@@ -31,19 +40,6 @@ def delta_offsets(X, Y, delta_strides, LINES: tl.constexpr, BM: tl.constexpr):
     if LINES > 0:
         offsets += i // (BM // LINES) * delta_strides[ALONG_X] + i % (BM // LINES) * delta_strides[ALONG_Y]
     return offsets
-
-
-@triton.jit
-def load_columns(matrix, p, valid, columns, stride):
-    """(BM, columns) of rows p (BM,), `stride` numbers apart, of a matrix; zeros where a row is not valid."""
-    return tl.load(matrix + p[:, None] * stride + columns[None, :], mask=valid[:, None], other=0.0)
-
-
-@triton.jit
-def store_columns(matrix, p, valid, columns, stride, values):
-    """Store values (BM, columns) where load_columns() reads them."""
-    at = matrix + p[:, None] * stride + columns[None, :]  # (BM, columns)
-    tl.store(at, values.to(matrix.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit

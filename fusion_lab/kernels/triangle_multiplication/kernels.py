@@ -17,9 +17,11 @@ import triton.language as tl
 from fusion_lab.kernels.common import (
     affine,
     layer_norm_backward,
+    load_columns,
     moments,
     normalised,
     sigmoid,
+    store_columns,
     store_sums,
 )
 
@@ -48,19 +50,6 @@ def tile_positions(S, SP, NO_PADDING: tl.constexpr, LINES: tl.constexpr, BM: tl.
         start, p, inside = tl.cast(0, tl.int64), ((b * S + i) * S + j).to(tl.int64), (i < S) & (j < S)
         padded_p = first + offset
     return start, padded_p, p, inside, b, i, j
-
-
-@triton.jit
-def load_tile(matrix, p, inside, columns, stride):
-    """(BM, columns) of a channel-last matrix, whose rows are `stride` numbers apart; zeros outside."""
-    return tl.load(matrix + p[:, None] * stride + columns[None, :], mask=inside[:, None], other=0.0)
-
-
-@triton.jit
-def store_tile(matrix, p, inside, columns, stride, values):
-    """Store values (BM, columns) where load_tile() reads them."""
-    at = matrix + p[:, None] * stride + columns[None, :]  # (BM, columns)
-    tl.store(at, values.to(matrix.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
@@ -157,12 +146,12 @@ def triangle_multiplication_front_kernel(
     channels, chunk = tl.arange(0, C), tl.arange(0, BC)
 
     # LayerNorm, kept for the gradients of weights
-    x = load_tile(pair, p, inside, channels, C)  # (BM, C)
+    x = load_columns(pair, p, inside, channels, C)  # (BM, C)
     chunk_bias = load_bias(in_bias, chunk, IN_BIAS)  # (BC,)
     chunk_gate_bias = load_bias(in_bias, chunk + 2 * C, IN_BIAS)  # (BC,)
     mean, rstd = store_statistics(x, statistics, channel_stride, padded_p, eps, C)  # (BM,)
     x = affine(normalised(x, mean, rstd), norm_weight, norm_bias, C).to(in_weight.dtype.element_ty)  # (BM, C)
-    store_tile(normed, p, inside, channels, C, x)
+    store_columns(normed, p, inside, channels, C, x)
     mask_factor = load_mask(mask, inside, b * mask_stride_b + i * mask_stride_i + j * mask_stride_j, MASK)
     x = tl.trans(x)  # (C, BM)
 
@@ -218,13 +207,13 @@ def triangle_multiplication_back_kernel(
     channels, chunk = tl.arange(0, C), tl.arange(0, BC)
     # LayerNorm of the product; the tiles of LN(product) and LN(pair) stay for all chunks
     n = load_plane_tile(product, channels, padded_p, channel_stride)  # (BM, C)
-    x = load_tile(normed, p, inside, channels, C)  # (BM, C)
+    x = load_columns(normed, p, inside, channels, C)  # (BM, C)
     chunk_out_bias = load_bias(out_bias, chunk, OUT_BIAS)  # (BC,)
     chunk_gate_bias = load_bias(gate_bias, chunk, GATE_BIAS)  # (BC,)
     mean, rstd = store_statistics(n, statistics, channel_stride, padded_p, eps, C)  # (BM,)
     n = affine(normalised(n, mean, rstd), center_weight, center_bias, C).to(dtype)  # (BM, C)
     if SAVE:
-        store_tile(normed_product, p, inside, channels, C, n)
+        store_columns(normed_product, p, inside, channels, C, n)
     if not OUT:
         return
 
@@ -234,10 +223,10 @@ def triangle_multiplication_back_kernel(
         next_out_bias = load_bias(out_bias, next_chunk, OUT_BIAS)  # (BC,)
         next_gate_bias = load_bias(gate_bias, next_chunk, GATE_BIAS)  # (BC,)
         if DROP:
-            factor = load_tile(drop, b * drop_stride_b + i * drop_stride_i + j * drop_stride_j, inside, chunk,
-                               1).to(tl.float32)  # (BM, BC)
+            factor = load_columns(drop, b * drop_stride_b + i * drop_stride_i + j * drop_stride_j, inside,
+                                  chunk, 1).to(tl.float32)  # (BM, BC)
         if RESIDUAL:
-            residual_tile = load_tile(residual, p, inside, chunk, C)  # (BM, BC)
+            residual_tile = load_columns(residual, p, inside, chunk, C)  # (BM, BC)
         at = chunk[:, None] * C + channels[None, :]  # (BC, C)
         value = project(n, tl.load(out_weight + at), chunk_out_bias, OUT_BIAS)  # (BM, BC)
         value *= sigmoid(project(x, tl.load(gate_weight + at), chunk_gate_bias, GATE_BIAS))
@@ -245,7 +234,7 @@ def triangle_multiplication_back_kernel(
             value *= factor
         if RESIDUAL:
             value += residual_tile.to(tl.float32)
-        store_tile(out, p, inside, chunk, C, value)
+        store_columns(out, p, inside, chunk, C, value)
         chunk_out_bias, chunk_gate_bias = next_out_bias, next_gate_bias
 
 
@@ -275,7 +264,7 @@ def triangle_multiplication_back_backward_kernel(
     partial_sums += tl.program_id(0).to(tl.int64) * 4 * C
     channels, chunk = tl.arange(0, C), tl.arange(0, BC)
     dtype: tl.constexpr = out_weight.dtype.element_ty
-    n, x = load_tile(normed_product, p, inside, channels, C), load_tile(normed, p, inside, channels, C)
+    n, x = load_columns(normed_product, p, inside, channels, C), load_columns(normed, p, inside, channels, C)
     chunk_out_bias = load_bias(out_bias, chunk, OUT_BIAS)  # (BC,)
     chunk_gate_bias = load_bias(gate_bias, chunk, GATE_BIAS)  # (BC,)
     dn = tl.zeros((BM, C), tl.float32)  # gradient of LN(product)
@@ -285,13 +274,13 @@ def triangle_multiplication_back_backward_kernel(
         chunk, next_chunk = c0 + tl.arange(0, BC), (c0 + BC) % C + tl.arange(0, BC)
         next_out_bias = load_bias(out_bias, next_chunk, OUT_BIAS)  # (BC,)
         next_gate_bias = load_bias(gate_bias, next_chunk, GATE_BIAS)  # (BC,)
-        d = load_tile(gradient, p, inside, chunk, C).to(tl.float32)  # (BM, BC)
+        d = load_columns(gradient, p, inside, chunk, C).to(tl.float32)  # (BM, BC)
         at = chunk[:, None] * C + channels[None, :]  # (BC, C)
         w = tl.load(out_weight + at)  # (BC, C)
         value = project(n, w, chunk_out_bias, OUT_BIAS)  # (BM, BC)
         gate = sigmoid(project(x, tl.load(gate_weight + at), chunk_gate_bias, GATE_BIAS))
         if DROP:
-            d *= load_tile(drop, b * drop_stride_b + i * drop_stride_i + j * drop_stride_j, inside, chunk,
+            d *= load_columns(drop, b * drop_stride_b + i * drop_stride_i + j * drop_stride_j, inside, chunk,
                            1).to(tl.float32)
         dvalue = d * gate
         dgate = dvalue * value * (1 - gate)
@@ -299,8 +288,8 @@ def triangle_multiplication_back_backward_kernel(
             store_sums(partial_sums + 2 * C, chunk, dvalue, dtype, BM)
         if GATE_BIAS:
             store_sums(partial_sums + 3 * C, chunk, dgate, dtype, BM)
-        store_tile(dout, p, inside, chunk, C, dvalue)
-        store_tile(dprojected, p, inside, chunk + 4 * C, 5 * C, dgate)
+        store_columns(dout, p, inside, chunk, C, dvalue)
+        store_columns(dprojected, p, inside, chunk + 4 * C, 5 * C, dgate)
         dn = tl.dot(dvalue.to(dtype), w, dn)  # (BM, C)
         chunk_out_bias, chunk_gate_bias = next_out_bias, next_gate_bias
 
@@ -319,7 +308,7 @@ def output_gate_part(dprojected, gate_weight, p, inside, C: tl.constexpr, BM: tl
     for c0 in range(0, C, BC):
         chunk = c0 + tl.arange(0, BC)
         w = tl.load(gate_weight + chunk[:, None] * C + channels[None, :])  # (BC, C)
-        dgate = load_tile(dprojected, p, inside, chunk + 4 * C, 5 * C)  # (BM, BC)
+        dgate = load_columns(dprojected, p, inside, chunk + 4 * C, 5 * C)  # (BM, BC)
         dx = tl.dot(dgate, w, dx)
     return dx
 
@@ -330,10 +319,10 @@ def pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, 
                   BM: tl.constexpr):
     """(BM, C) in float32: LayerNorm's derivative of dx (BM, C), with ADD_GRADIENT the residual's added."""
     channels = tl.arange(0, C)
-    x, mean, rstd = (load_tile(pair, p, inside, channels, C), tl.load(statistics + padded_p),
+    x, mean, rstd = (load_columns(pair, p, inside, channels, C), tl.load(statistics + padded_p),
                      tl.load(statistics + channel_stride + padded_p))  # (BM, C), (BM,), (BM,)
     if ADD_GRADIENT:
-        residual_gradient = load_tile(gradient, p, inside, channels, C)  # (BM, C)
+        residual_gradient = load_columns(gradient, p, inside, channels, C)  # (BM, C)
     d = norm_gradient(dx, x, mean, rstd, norm_weight, partial_sums, channels, dtype, C, BM)
     if ADD_GRADIENT:
         d += residual_gradient.to(tl.float32)
@@ -368,7 +357,7 @@ def triangle_multiplication_front_backward_kernel(
     partial_sums += tl.program_id(0).to(tl.int64) * 6 * C
     channels, chunk = tl.arange(0, C), tl.arange(0, BC)
     dtype: tl.constexpr = in_weight.dtype.element_ty
-    x = load_tile(normed, p, inside, channels, C)  # (BM, C)
+    x = load_columns(normed, p, inside, channels, C)  # (BM, C)
     mask_factor = load_mask(mask, inside, b * mask_stride_b + i * mask_stride_i + j * mask_stride_j, MASK)
     chunk_gate_bias = load_bias(in_bias, chunk + 2 * C, IN_BIAS)
     dx = output_gate_part(dprojected, gate_weight, p, inside, C, BM, BC)  # (BM, C)
@@ -385,7 +374,7 @@ def triangle_multiplication_front_backward_kernel(
         if IN_BIAS:
             store_sums(partial_sums + 4 * C, chunk, dgate, dtype, BM)
         dgate = dgate.to(dtype)
-        store_tile(dprojected, p, inside, chunk + 2 * C, 5 * C, dgate)
+        store_columns(dprojected, p, inside, chunk + 2 * C, 5 * C, dgate)
         dx = tl.dot(dgate, w, dx)
         dvalue = dside * gate
         if MASK:
@@ -393,11 +382,11 @@ def triangle_multiplication_front_backward_kernel(
         if IN_BIAS:
             store_sums(partial_sums + 2 * C, chunk, dvalue, dtype, BM)
         dvalue = dvalue.to(dtype)  # (BM, BC)
-        store_tile(dprojected, p, inside, chunk, 5 * C, dvalue)
+        store_columns(dprojected, p, inside, chunk, 5 * C, dvalue)
         w = tl.load(in_weight + chunk[:, None] * C + channels[None, :])  # (BC, C) of the value
         dx = tl.dot(dvalue, w, dx)
         chunk_gate_bias = next_gate_bias
 
     d = pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, padded_p, inside,
                       channel_stride, ADD_GRADIENT, dtype, C, BM)
-    store_tile(dpair, p, inside, channels, C, d)
+    store_columns(dpair, p, inside, channels, C, d)
