@@ -13,15 +13,7 @@ from triton import CompilationError
 from triton.runtime.errors import OutOfResources
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import projections, tuner
-from fusion_lab.kernels.attention import operator as attention
-from fusion_lab.kernels.attention import output_backward
-from fusion_lab.kernels.attention import tile_candidates as tiles
-from fusion_lab.kernels.outer_product_mean import layout, sides
-from fusion_lab.kernels.reductions import weight_gradients
-from fusion_lab.kernels.transition import hidden_gradient
-from fusion_lab.kernels.triangle_multiplication import operator as multiplication
-from fusion_lab.kernels.triangle_multiplication import products
+from fusion_lab.kernels import tuner
 from fusion_lab.measuring import retune
 from fusion_lab.training.files import UserError
 
@@ -73,44 +65,6 @@ def test_a_class_takes_what_was_measured_of_it_or_of_the_nearest_of_its_widths(t
                                                                                monkeypatch):
     monkeypatch.setattr(tuner, "tables", lambda: tables)
     assert launched(shape) == expected
-
-
-OF_ATTENTION = dict(
-    attention_backward=tiles.STORED, attention_forward_kernel=tiles.FORWARD,
-    attention_gate_backward_kernel=tiles.GATE, attention_backward_short_kernel=tiles.BACKWARD_SHORT,
-    attention_backward_q_kernel=tiles.BACKWARD_Q, attention_backward_kv_kernel=tiles.BACKWARD_KV,
-    attention_backward_bias_kernel=tiles.BACKWARD_BIAS,
-    attention_backward_scores_kernel=tiles.BACKWARD_SCORES)
-
-
-def candidates_of(kernel, sizes):
-    """Of a kernel with sizes by their letters, as those who launch it give them to the tuner."""
-    dtype, (P, C, N, S, H) = torch.bfloat16, (sizes.get(letter) for letter in "PCNSH")
-    if kernel in OF_ATTENTION:
-        row = attention.Sizes((1, sizes.get("R", 1), 4, sizes["L"], sizes["D"]), dtype)
-        return row.looked_up(kernel, OF_ATTENTION[kernel])[2]
-    if kernel in projections.CANDIDATES:
-        return projections.looked_up(kernel, P, C, N, dtype)[2]
-    if kernel in multiplication.CANDIDATES:
-        return multiplication.looked_up(kernel, S, C, dtype)[2]
-    others = dict(
-        attention_output_backward_kernel=lambda: output_backward.looked_up(P, C, dtype)[2],
-        outer_product_matmul_kernel=lambda: layout.TILES,
-        outer_product_sides_kernel=lambda: sides.FORWARD,
-        outer_product_sides_backward_kernel=lambda: sides.looked_up(kernel, P, C, H, dtype)[2],
-        transition_hidden_gradient_kernel=lambda: hidden_gradient.looked_up(P, C, N, dtype)[2],
-        triangle_multiplication_product_kernel=lambda: products.CANDIDATES,
-        triangle_multiplication_product_backward_kernel=lambda: products.CANDIDATES,
-        weight_gradients_kernel=lambda: weight_gradients.CANDIDATES)
-    return others[kernel]()
-
-
-def test_every_shipped_tile_is_a_candidate():
-    for table in tuner.read(tuner.SHIPPED).values():
-        for key, tile in table.items():
-            kernel, *words = key.split()
-            sizes = {word[0]: int(word[1:]) for word in words if word[1:].isdigit()}
-            assert tile in candidates_of(kernel, sizes), key
 
 
 def test_no_shipped_tile_is_longer_than_the_counts_that_must_match():
