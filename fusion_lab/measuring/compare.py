@@ -199,7 +199,7 @@ class Candidate:
 def alternate(candidates, supply, rounds, request):
     """Timed steps of all candidates in turn, each round beginning with another one. Returns in words how it
     ended."""
-    end = time.monotonic() + SECONDS
+    began = time.monotonic()
     for number in itertools.count():
         alive = [candidate for candidate in candidates if not candidate.variant.reason]
         first = number % len(alive)
@@ -210,8 +210,9 @@ def alternate(candidates, supply, rounds, request):
                 candidate.take_turn(number, supply[number % len(supply)])
         if number + 1 == (rounds or ROUNDS):
             return counted(number + 1, "round")
-        if rounds is None and number + 1 >= FEWEST and time.monotonic() > end:
-            return f"{number + 1} rounds, in {SECONDS:g} s"
+        took = time.monotonic() - began
+        if rounds is None and number + 1 >= FEWEST and took > SECONDS:
+            return f"{number + 1} rounds in {took:.0f} s"
 
 
 def candidates_of(program, variants, device, batch, note):
