@@ -248,6 +248,8 @@ def test_the_end_of_a_run_names_held_out_families_whose_relatives_it_learned_fro
     contacts.closing(trainer, SimpleNamespace(structure=proteins.get), dict(final=final))
     last = capsys.readouterr().out.splitlines()[-1]
     assert "1 have a relative" in last and "renamed" in last and "new" not in last.split(":")[-1]
+    contacts.closing(trainer, SimpleNamespace(structure=lambda name: None), dict(final=final))
+    assert "relative" not in capsys.readouterr().out  # artificial proteins have none
 
 
 def test_maps_that_cannot_be_drawn_are_refused_at_once(tmp_path):

@@ -143,7 +143,7 @@ def closing(trainer, source, evaluations):
     print(f"In words: after step {trainer.step_number}, {100 * mean['p_l2']:.0f}% of the residue pairs that "
           f"the model is surest of do touch, in {counted(len(held_out), 'protein')} it never saw; "
           f"by chance {100 * mean['chance']:.0f}% would.")
-    if trainer.sequences:
+    if trainer.sequences and all(map(source.structure, held_out)):  # artificial proteins have no relatives
         kin = [name for name in held_out if relative(source.structure(name).msa, name, dict(
             sequences=trainer.sequences))["trained"]]
         print(f"Of these, {len(kin)} have a relative, by sequence, that it learned from"
