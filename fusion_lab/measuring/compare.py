@@ -288,7 +288,8 @@ def compare(program, settings, names=None, rounds=None, show=lambda comparison: 
         release()
         tell()
         for number, variant in enumerate(apart, 1):
-            note(f"{variant.name} in a process of its own, which compiles first: {number} of {len(apart)}")
+            if not request.signal:
+                note(f"{variant.name} in a process of its own, which compiles: {number} of {len(apart)}")
             found.rows.append(measure_apart(program, settings, variant, found.rows[0].rounds, request))
             tell()
     return found

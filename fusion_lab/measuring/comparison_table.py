@@ -74,11 +74,14 @@ def in_words(rows):
         lines = ["There were too few rounds to say what is faster than the baseline."]
     else:
         lines = ["No setting here is faster than the baseline beyond noise."]
-    pays, costs, even = ([f"{row.name.removeprefix(ONLY)} ({row.speedup:.2f}x)" for row in others
-                          if row.name.startswith(ONLY) and verdict(row) == sign] for sign in (1, -1, 0))
-    if pays or costs or even:
+    single = [row for row in others if row.name.startswith(ONLY)]
+    pays, even, slower = (
+        [f"{row.name.removeprefix(ONLY)} ({row.speedup:.2f}x)" for row in some if verdict(row) == sign]
+        for some, sign in ((single, 1), (single, 0), (others, -1)))
+    if slower:
+        lines.append(f"Slower than the baseline: {', '.join(slower)}.")
+    if single:
         lines.append(f"Single fusions that pay here: {', '.join(pays) or 'none'}."
-                     + (f" Slower than the baseline: {', '.join(costs)}." if costs else "")
                      + (f" Within noise: {', '.join(even)}." if even else ""))
         lines.append("A single fusion can save at most the time of the sub-layers that it changes: column "
                      '"at most" of run_pytorch_profiler.sh.')
@@ -91,7 +94,7 @@ def headline(rows, nominal, launch_kind):
     after = next((row for row in measured if row.name == FUSED), measured[-1])
     if after is before:
         return []
-    said = ["a slowdown"] * (after.speedup < 1) + ["within noise"] * (verdict(after) == 0)
+    said = ["a slowdown"] * (round(after.speedup, 2) < 1) + ["within noise"] * (verdict(after) == 0)
     doubt = f" ({', '.join(said)})" if said else ""
     samples = after.samples_per_second * after.median_batch_time
     launches = memory = f"not measured for {after.name}"
@@ -119,8 +122,8 @@ def below(found):
     apart = [row for row in rows
              if row.measured and row.baseline_step_times != rows[0].step_times[:row.rounds]]
     if apart:
-        times = ", ".join(f"{row.name} {1e3 * row.baseline_batch_time:.2f} ms" for row in apart)
-        lines.append(f"In a process of its own, beside a baseline of its own: {times}")
+        lines += [f"{row.name} ran in a process of its own, in which the baseline took "
+                  f"{1e3 * row.baseline_batch_time:.2f} ms a step" for row in apart]
     not_used = dict.fromkeys(text for row in rows if row.measured for text in row.not_used)
     if not_used:
         lines.append(f"Not used here: {'; '.join(not_used)}")

@@ -78,11 +78,11 @@ def gain_cell(gain):
 
 
 def points_table(study, summary):
-    head = (*study.axes.values(), "setting", "runs", "step ms", "p20", "p80", "runs differ by", "samples/s",
+    head = (*study.axes.values(), "setting", "runs", "step ms", "runs differ by", "samples/s",
             "speed-up [95%]", "peak MB", "saved", "activations MB", "launches", "not measured")
     rows = [[*(p[axis] for axis in study.axes), p["setting"], p["n"], rounded(p["median_ms"]),
-             rounded(p["p20_ms"]), rounded(p["p80_ms"]), rounded(p["run_spread_percent"], ".1f", "%"),
-             rounded(p["samples_per_second"], ".1f"), gain_cell(gain_of(p)),
+             rounded(p["run_spread_percent"], ".1f", "%"), rounded(p["samples_per_second"], ".1f"),
+             gain_cell(gain_of(p)),
              rounded(p["peak_memory_mb"], ".1f"), rounded(p["memory_reduction_percent"], ".1f", "%"),
              rounded(p["saved_activation_mb"], ".1f"), rounded(p["launches_per_step"], ".0f"),
              p["reason"] or ""]

@@ -127,7 +127,9 @@ def ablation(pyplot, study, summary):
 
 PLOTS = (
     ("Speed-up over the baseline", heat_map,
-     "Step time of the baseline over step time of the setting, same shape. Blue is faster, red slower, "
+     "The baseline's step over the step of the setting that was taken in turn with it: the median within a "
+     "run, the mean over runs. It may differ a little from the ratio of the median times. "
+     "Blue is faster, red slower, "
      f"deepest at {2 ** REACH} times and beyond in every study. Grey with (±) is undecided: the interval "
      "holds 1, or there is a single run, which has none."),
     ("Step time against size", against_size("median_ms", "step time, ms"),

@@ -28,7 +28,6 @@ from fusion_lab.training.files import counted
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 8: 2.306, 10: 2.228, 15: 2.131, 30: 2.042}
 MUCH = 20.0  # percent between two runs of a point, from which on the study says so
 MEDIANS = {  # figure of a point: (figure of a comparison's row, factor)
-    "p20_ms": ("p20_batch_time", 1e3), "p80_ms": ("p80_batch_time", 1e3),
     "peak_memory_mb": ("peak_memory_mb", 1), "saved_activation_mb": ("saved_activation_mb", 1),
     "launches_per_step": ("launches_per_step", 1)}
 

@@ -113,7 +113,7 @@ def test_a_compiled_row_comes_from_a_process_of_its_own(tmp_path):
     assert compiled["first_step_time"] > 1 and compiled["rounds"] == 2
     assert compiled["first_loss"] == pytest.approx(baseline["first_loss"], rel=1e-4)
     assert compiled["saved_activation_reduction_percent"] is not None
-    assert "In a process of its own" in result.stdout
+    assert "ran in a process of its own" in result.stdout
 
 
 @pytest.mark.slow
