@@ -172,7 +172,7 @@ def test_missing_compiler_is_exit_code_3(tmp_path):
 
 
 BAD_FLAGS = [
-    (["--device", "tpu"], "--device tpu: must be auto, cpu, cuda, cuda:N or N"),
+    (["--device", "tpu"], "--device: 'tpu': must be auto, cpu, cuda, cuda:N or N"),
     (["--holdout", "A"], "--holdout: 'A': needs --data"),
     (["--data", ""], "--data: '': must not be empty"),
     (["--data", "x" * 5000], "File name too long"),
