@@ -160,7 +160,8 @@ if COMPANIONS:
         "LLaMA's elements, float32": (gated_and_turned, 4096, 8, 2, 128, torch.float32)})
 WITHOUT_PRODUCTS = (
     "sum_kernel", "sums_kernel", "attention_bias_gradient_kernel", "attention_padded_bias_kernel",
-    "attention_gate_backward", "attention_key_mask_kernel", "message_", "adamw_", "swiglu_", "rotary_kernel",
+    "attention_gate_backward", "attention_key_mask_kernel", "attention_one_key_kernel", "message_", "adamw_",
+    "swiglu_", "rotary_kernel",
     "triangle_multiplication_back_kernel RESIDUAL=False, SAVE=True, OUT=False")  # which stops before them
 SPILLS = {  # where tiles are not whole
     ("sm_90", "triangle_multiplication_front_backward_kernel",
