@@ -134,7 +134,7 @@ def test_rows_are_kept_when_a_signal_ends_the_comparison(tmp_path):
                "2", "--variants", "fused compiled", "--profile-dir", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
-        if "compiles first" in line:
+        if "which compiles" in line:
             break
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=PATIENCE)
