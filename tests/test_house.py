@@ -32,7 +32,7 @@ PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(wi
 LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, num_blocks=2, seq_len=48),  # for a session
           "tests/second_program.py": dict(width=512, batch_size=512),
           "companions/protein_mpnn.py": dict(hidden_dim=128, num_layers=2, neighbors=32, seq_len=64),
-          "companions/tiny_llama.py": dict(hidden_size=512, intermediate_size=1024, num_layers=4, seq_len=64)}
+          "companions/tiny_llama.py": dict(hidden_size=512, intermediate_size=1024, num_layers=8, seq_len=64)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
 FLOORS = ("fusion_lab.commands", "fusion_lab.training.files", "fusion_lab.kernels.limits",
@@ -301,7 +301,7 @@ def flags_of(program):
 
 
 @pytest.mark.slow
-def test_a_profiler_session_attributes_most_of_forward_to_sublayers(program, tmp_path):
+def test_a_profiler_session_attributes_nine_tenths_of_forward_to_sublayers(program, tmp_path):
     large = sizes_of(program, LARGER)
     flags = as_flags(large)
     result = run_program("run_pytorch_profiler.py", *flags_of(program), *flags, "--profile-dir",
@@ -313,7 +313,7 @@ def test_a_profiler_session_attributes_most_of_forward_to_sublayers(program, tmp
     assert len(analysis["roofline"]) == len(program.model.SUBLAYERS)
     forward = {kind: sum(e["total_us"] for e in analysis["sublayers"] if e["direction"] == "forward"
                          and (e["name"] == "rest") == (kind == "rest")) for kind in ("rest", "within")}
-    assert forward["within"] > 0.8 * sum(forward.values())  # .9 or more where nothing else runs
+    assert forward["within"] > 0.9 * sum(forward.values())
 
 
 @pytest.mark.slow
