@@ -9,6 +9,7 @@ import contextlib
 import gc
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -208,6 +209,9 @@ def alternate(candidates, supply, rounds, request):
                 return f"interrupted after {counted(number, 'round')}"
             with reasons(candidate.variant):
                 candidate.take_turn(number, supply[number % len(supply)])
+            if candidate.variant.reason:
+                candidate.trainer = None  # its memory is for the others
+                release()
         if number + 1 == (rounds or ROUNDS):
             return counted(number + 1, "round")
         took = time.monotonic() - began
@@ -250,11 +254,35 @@ def measure_apart(program, settings, variant, rounds, request):
             process.wait()
         if request.signal:
             return not_measured(variant, INTERRUPTED)
-        with contextlib.suppress(UserError):
-            return Row(**read_json(os.path.join(path, program.result("fusion_comparison")))["variants"][-1])
         errors.seek(0)
-        said = errors.read().strip().splitlines() or ["no message"]
-    return not_measured(variant, f"exit code {process.returncode}: {said[-1][:300]}")
+        reason = why(process.returncode, errors.read(), program.name)
+        if reason is None:
+            try:
+                result = read_json(os.path.join(path, program.result("fusion_comparison")))
+                return Row(**result["variants"][-1])
+            except UserError as error:
+                reason = str(error)
+    return not_measured(variant, reason)
+
+
+NOTE = re.compile(r"\[ *\d+ s\] ")  # what goes on, comparison_table.Notes
+ERROR = re.compile(r"[\w.]+(Error|Exception)\b")  # CUDA's errors end with lines of advice
+LONGEST_REASON = 300  # letters
+
+
+def why(code, text, name):
+    """Why a process of the program of this name ended with such an exit code, by what it said on stderr: its
+    own last line, or the last one that names an error, or the last one. None for exit code 0."""
+    if code == 0:
+        return None
+    if code < 0:
+        memory = ", as the kernel does when the host is out of memory" if -code == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{memory}"
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not NOTE.match(line)]
+    own = [line for line in lines[-1:] if line.startswith(name)]
+    errors = [line for line in lines if ERROR.match(line)]
+    said = (own or errors or lines or [f"exit code {code}"])[-1]
+    return said.removeprefix(f"{name}: error: ")[:LONGEST_REASON]
 
 
 def compare(program, settings, names=None, rounds=None, show=lambda comparison: None,

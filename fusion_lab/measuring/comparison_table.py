@@ -121,12 +121,12 @@ def below(found):
     lines = [f"Steps in turn: {found.ended}"]
     apart = [row for row in rows
              if row.measured and row.baseline_step_times != rows[0].step_times[:row.rounds]]
-    if apart:
-        lines += [f"{row.name} ran in a process of its own, in which the baseline took "
-                  f"{1e3 * row.baseline_batch_time:.2f} ms a step" for row in apart]
+    lines += [f"{row.name} ran in a process of its own, in which the baseline took "
+              f"{1e3 * row.baseline_batch_time:.2f} ms a step" for row in apart]
     not_used = dict.fromkeys(text for row in rows if row.measured for text in row.not_used)
     if not_used:
         lines.append(f"Not used here: {'; '.join(not_used)}")
+    lines.append("A speed-up is the median ratio of steps taken in turn, not the ratio of median times")
     return [*lines, "", *in_words(rows), "", *headline(rows, about["nominal"], about["launch_kind"])]
 
 

@@ -139,16 +139,14 @@ def rates(figures):
     return [] if None in (*samples, *times) else [samples[0] * samples[1] / time for time in times]
 
 
-FEWEST = 6  # steps of a run, from which on there is an interval
-
-
 def compared_rates(before, after):
     """dict(speedup, speedup_low, speedup_high) of two runs, by the rates of their single steps: the ratio of
-    the medians, and between what it lies with at least 95%, by the intervals of both; None of fewer than
-    FEWEST steps. How a machine changes from one run to the next is not in it."""
-    low = high = None
-    if min(len(before), len(after)) >= FEWEST:
-        (slowest, fastest), (low, high) = median_interval(before), median_interval(after)
+    the medians, and between what it lies with at least 95%, by the intervals of both; None where
+    median_interval() has none. How a machine changes from one run to the next is not in it."""
+    (slowest, fastest), (low, high) = median_interval(before), median_interval(after)
+    if low is None or fastest is None:
+        low = high = None
+    else:
         low, high = low / fastest, high / slowest
     return dict(speedup=statistics.median(after) / statistics.median(before), speedup_low=low,
                 speedup_high=high)

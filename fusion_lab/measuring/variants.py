@@ -64,9 +64,10 @@ def fusion_named(name, given):
         return whole[name]
     if name.startswith(WITHOUT):
         return turned(kind(), [name.removeprefix(WITHOUT)], False)
-    first, *others = name.removeprefix(ONLY).split("+")
-    return turned(whole[first], others, True) if first in whole else turned(
-        whole[BASELINE], [first, *others], True)
+    first, *others = name.split("+")
+    if first in whole:
+        return turned(whole[first], others, True)
+    return turned(whole[BASELINE], name.removeprefix(ONLY).split("+"), True)
 
 
 def default_names(settings, on_gpu):

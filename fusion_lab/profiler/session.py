@@ -6,7 +6,7 @@ from fusion_lab.measuring.roofline import measured_roofline, roofline_rows
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.measuring.trace import TraceAnalysis, read_trace
 from fusion_lab.profiler.report import REPORT, compare_sessions, comparison_lines, write_report
-from fusion_lab.training.files import UserError, read_json
+from fusion_lab.training.files import FAILED, UserError, read_json
 from fusion_lab.training.machine import choose_device
 
 
@@ -19,7 +19,8 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
     code = train(program, settings)
     path = os.path.join(directory, ANALYSIS)
     if not os.path.exists(path):
-        raise UserError("interrupted before the trace, so there is no report", code)
+        raise UserError(f"{'interrupted' if code else 'ended'} before the trace, so there is no report",
+                        code or FAILED)
     analysis = read_json(path)
     if roofline and not code:
         analysis.update(measured_roofline(program, settings, choose_device(settings.training.device),

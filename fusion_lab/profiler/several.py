@@ -96,7 +96,7 @@ def compare_v1(program, settings, directory, rounds, **options):
         alone["median_batch_time"], None)
     times = [None if time is None else 1e3 * time for time in seconds]
     result = dict(comparison, mode="compare_v1", session_step_ms=comparison["step_ms"], step_ms=times,
-                  **{key: fused[key] for key in ("speedup", "speedup_low", "speedup_high")})
+                  **{key: fused.get(key) for key in ("speedup", "speedup_low", "speedup_high")})
     write_lines(os.path.join(directory, COMPARISON), comparison_lines(comparison))
     write_json(os.path.join(directory, V1_COMPARISON), finite(result))
     print(f"{interleaved_line(*timed)} All of it: {os.path.join(directory, COMPARISON)}")

@@ -2,9 +2,7 @@
 import contextlib
 import glob
 import os
-import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -12,15 +10,14 @@ import tempfile
 import time
 from datetime import datetime, timezone
 
+from fusion_lab.measuring.compare import why
 from fusion_lab.measuring.roctx import child_environment
 from fusion_lab.measuring.variants import BASELINE
 from fusion_lab.study.results import append
 from fusion_lab.study.summary import principal
 from fusion_lab.training.files import UserError, read_json
 
-ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")  # CUDA's errors end with lines of advice
 RUNNING = "running-"  # begins the name of a point's own directory, below the study's, since /tmp may be small
-LONGEST_REASON = 300  # letters
 
 
 def command_line(program, study, shape):
@@ -83,17 +80,6 @@ def run_comparison(program, study, shape, folder, timeout, stop):
             return f"not done after {timeout} s"
         errors.seek(0)
         return why(process.returncode, errors.read(), program.name)
-
-
-def why(code, text, name):
-    """None for exit code 0; else the program's own last line without its name, or the last one that names an
-    error, or the last one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [f"exit code {code}"]
-    if code == -signal.SIGKILL:
-        lines = ["killed (SIGKILL), as the kernel does when the host is out of memory"]
-    if not lines[-1].startswith(name):
-        lines = [line for line in lines if ERROR_LINE.match(line)] or lines
-    return lines[-1].removeprefix(f"{name}: error: ")[:LONGEST_REASON] if code else None
 
 
 def in_words(study, line):

@@ -3,6 +3,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 from types import SimpleNamespace
 
@@ -204,11 +205,52 @@ def test_a_compiled_variant_is_the_same_command_line_in_a_process_of_its_own(mon
     settings = SETTINGS.having(enable_fused_relu=False, num_steps=9)
     variant = make_variants(settings, "compiled", False)[1]
     row = compare.measure_apart(SECOND, settings, variant, 4, SimpleNamespace(signal=None))
-    assert row.reason == "exit code 3: program: error: it failed" and not row.measured
+    assert row.reason == "program: error: it failed" and not row.measured
     words = started[0][2:]
     arguments, again, mode = flags.parse(flags.make_parser(SECOND), SECOND, words)
     assert (mode, arguments.variants, arguments.num_steps) == ("--compare-fusion", "compiled", 4)
     assert again.having(profile_dir=settings.profiler.profile_dir, num_steps=9) == settings
+
+
+@pytest.mark.parametrize("code, text, reason", [
+    (0, "p: error: x", None), (2, "[   2 s] counting\np: error: no such row\n", "no such row"),
+    (1, "torch.OutOfMemoryError: no memory\nadvice\n", "torch.OutOfMemoryError: no memory"),
+    (1, "[  10 s] 20 rounds\n", "exit code 1"), (-11, "[   2 s] counting\n", "killed by SIGSEGV"),
+    (-9, "", "killed by SIGKILL, as the kernel does when the host is out of memory")])
+def test_why_a_process_failed(code, text, reason):
+    """What goes on is no reason."""
+    assert compare.why(code, text, "p") == reason
+
+
+def test_a_child_that_was_ended_early_gives_no_row(monkeypatch):
+    """Its file has fewer rounds than the others' rows."""
+    def ended(command, **_):
+        place = command[command.index("--profile-dir") + 1]
+        os.makedirs(place)
+        rows = [dataclasses.asdict(compare.not_measured(variant, None))]
+        with open(os.path.join(place, SECOND.result("fusion_comparison")), "w") as file:
+            json.dump(dict(variants=rows), file)
+        return SimpleNamespace(pid=1, returncode=143, poll=lambda: 143, wait=lambda: 143)
+    monkeypatch.setattr(compare.subprocess, "Popen", ended)
+    variant = make_variants(SETTINGS, "compiled", False)[1]
+    row = compare.measure_apart(SECOND, SETTINGS, variant, 4, SimpleNamespace(signal=None))
+    assert row.reason == "exit code 143"
+
+
+def test_what_fails_in_a_round_gives_its_memory_back_and_the_others_go_on(counting):
+    variants = make_variants(SETTINGS, "fused", False)
+    batch = counting.data(SETTINGS).batch(0)
+    candidates = compare.candidates_of(counting, variants, CPU, batch, lambda text: None)
+    steps = iter([True, True])
+
+    def step(*_):
+        next(steps)
+        raise RuntimeError("CUDA out of memory")
+    candidates[1].trainer.step = step
+    assert alternate(candidates, [batch], 3, SimpleNamespace(signal=None)) == "3 rounds"
+    rows = [candidate.row(candidates[0]) for candidate in candidates]
+    assert [row.measured for row in rows] == [True, False] and "out of memory" in rows[1].reason
+    assert candidates[1].trainer is None and next(steps)
 
 
 # On paper

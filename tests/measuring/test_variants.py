@@ -39,7 +39,7 @@ def test_the_compilers_mode_is_that_of_the_command_line_where_something_compiles
 
 
 def test_names_that_stand_for_nothing_are_one_line():
-    for names in ("al", "only-x", "fused+", "without-opm", "baseline,al", "", []):
+    for names in ("al", "only-x", "only-fused", "fused+", "without-opm", "baseline,al", "", []):
         with pytest.raises(UserError, match=r"^--variants.*\S$"):
             make_variants(SETTINGS, names, False)
 
