@@ -1,5 +1,6 @@
 """The console commands of the installed package. Each runs a program's file as a script: its flags are judged
 before torch is imported, and Ctrl-C is one line, as if Python had been given the file."""
+import functools
 import os
 import runpy
 import sys
@@ -10,10 +11,13 @@ COMMANDS = {"tinyopenfold": "tiny_openfold_v2.py", "tinyopenfold-profile": "run_
 TYPED = {}  # {file: the command that the user typed for it}
 
 
-def main():
-    command = os.path.basename(sys.argv[0])
-    TYPED[COMMANDS[command]] = command
+def run(command):
+    """Run the program of a command, under whatever name it was installed or linked."""
+    TYPED[COMMANDS[command]] = os.path.basename(sys.argv[0])
     runpy.run_path(os.path.join(ROOT, COMMANDS[command]), run_name="__main__")
+
+
+trainer, profile, study = (functools.partial(run, command) for command in COMMANDS)
 
 
 def name(file):

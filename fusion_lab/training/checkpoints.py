@@ -120,9 +120,9 @@ def saved_before(path, name, program):
 
 def continues(trainer, path, saved):
     """Whether a file is the one that is resumed, or holds the best weights of that run."""
-    resumed, best = trainer.training.resume, trainer.best
+    resumed, best, of_file = trainer.training.resume, trainer.best, saved.get("best", {})
     return bool(resumed) and (os.path.samefile(path, resumed) or best["step"] is not None and
-                              saved["step"] == best["step"] and saved["best"]["score"] == best["score"])
+                              saved["step"] == best["step"] and of_file.get("score") == best["score"])
 
 
 # --- Reading ------------------------------------------------------------------------------------------------

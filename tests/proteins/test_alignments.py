@@ -102,6 +102,14 @@ def test_a_stop_codon_is_a_residue_unless_it_ends_the_chain(tmp_path):
     assert letters(read_alignment(path)) == ["ACXEF", "ACDEF", "ACDEF"]
 
 
+def test_names_like_a_header_are_rows_and_a_backslash_in_a_name_is_one(tmp_path):
+    rows = "MUSCLE1_HUMAN ACDE\nCLUSTAL_X AC-E\n"
+    for header in ("# STOCKHOLM 1.0\n", "CLUSTAL W (1.83) multiple sequence alignment\n\n"):
+        assert letters(read_alignment(write(tmp_path / "x.sto", header + rows + "//\n"))) == ["ACDE", "AC-E"]
+    found = read_alignment(write(tmp_path / "x.a3m", ">q C:\\new\nACDE\n>r\nAC-E\n"))
+    assert letters(found) == ["ACDE", "AC-E"]
+
+
 def test_a_name_twice_in_one_stockholm_block_is_two_rows(tmp_path):
     text = "# STOCKHOLM 1.0\n\nq AC\nq AC\na A-\n\nq DE\nq DE\na DE\n//\n"
     for content in (text, text.replace("\n", "\r\n")):

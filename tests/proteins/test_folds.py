@@ -26,6 +26,15 @@ def test_folds_are_chains_with_the_contacts_of_domains():
     assert not np.allclose(folds.Folds(4, 64).piece(np.random.default_rng(0)), pieces[0])
 
 
+def test_pieces_are_denser_than_what_comes_first(monkeypatch):
+    def density():
+        source, rng = folds.Folds(3, 64), np.random.default_rng(0)
+        return np.mean([folds.contacts_per_residue(source.piece(rng)) for _ in range(60)])
+    several = density()
+    monkeypatch.setattr(folds.Folds, "TRIES", 1)
+    assert several > density() + 0.1
+
+
 def test_a_helix_and_a_strand_have_their_distances():
     helix, strand = folds.helix(12), folds.strand(8)
     assert np.linalg.norm(np.diff(helix, axis=0), axis=1) == pytest.approx(np.full(11, 3.8), abs=0.1)
@@ -79,6 +88,13 @@ def test_relatives_of_families_are_never_drawn_and_held_out_chains_are_others(tm
     allowed = [k for k in range(36) if k not in near]
     assert unseen == set(allowed[::EVERY]) and trained == set(allowed) - unseen
     assert str(source) == "pieces of 30 real chains, 2 held out; 4 related to families are left out"
+
+
+def test_chains_are_drawn_by_their_lengths(tmp_path):
+    """So that every residue is as likely. Chain 0 is held out."""
+    source = RealFolds(saved(tmp_path / "f.npz", **chains([50, 30, 270])), 24)
+    long = [chain == 2 for chain, *_ in drawn(source, 2000)]
+    assert np.mean(long) == pytest.approx(0.9, abs=0.03)
 
 
 def test_a_crop_has_no_break_if_there_is_such_a_crop(tmp_path):

@@ -133,7 +133,8 @@ def with_structure(tmp_path):
     return an_alignment(tmp_path / "x.a3m"), write_model(tmp_path / "x.pdb", *lines)
 
 
-def test_with_a_structure_there_is_precision_beside_dca(tmp_path, model_file, capsys):
+def test_with_a_structure_there_is_precision_beside_dca(tmp_path, model_file, capsys, monkeypatch):
+    monkeypatch.setattr(prediction, "YARDSTICK_ROWS", 3)
     alignment, structure = with_structure(tmp_path)
     flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out"]
     assert run("--contacts", alignment, "--structure", f"{structure}:A", *flags) == 0
@@ -145,7 +146,8 @@ def test_with_a_structure_there_is_precision_beside_dca(tmp_path, model_file, ca
     mask = torch.from_numpy(np.isfinite(protein.coords[:, 0])).float()
     found = json.loads((tmp_path / "out" / "x.json").read_text())["precision"]
     scores = {"model": torch.from_numpy(arrays["probability"]),
-              "mean-field DCA": coevolution.mean_field_dca(protein.msa)}
+              "mean-field DCA": coevolution.mean_field_dca(prediction.some_rows(protein.msa, 3))}
+    assert len(protein.msa) > 3
     assert list(found) == list(scores) and mask.sum() == len(SEQUENCE) - 2
     for method, values in scores.items():
         for separation in (6, 24):
@@ -187,6 +189,18 @@ def test_dca_is_left_out_for_long_chains_and_says_so(tmp_path, model_file, capsy
     assert not (tmp_path / "out" / "x.png").exists()
 
 
+def test_results_that_would_have_one_name_are_refused(tmp_path):
+    """Standard input is called stdin, and a link into nowhere is no reason to leave a file out."""
+    for name in ("stdin.a3m", "x.a3m", "x.sto"):
+        an_alignment(tmp_path / name)
+    for given in ([tmp_path / "stdin.a3m", "-"], [tmp_path / "x.a3m", tmp_path / "x.sto"]):
+        with pytest.raises(UserError, match="one name"):
+            prediction.alignments(list(map(str, given)))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "gone.a3m").symlink_to(tmp_path / "nowhere")
+    assert prediction.alignments([str(tmp_path / "d")]) == [str(tmp_path / "d" / "gone.a3m")]
+
+
 def test_several_alignments_are_predicted_by_one_model(tmp_path, model_file, capsys, monkeypatch):
     """Files and directories; one that is damaged does not stop the others."""
     (tmp_path / "some").mkdir()
@@ -202,7 +216,7 @@ def test_several_alignments_are_predicted_by_one_model(tmp_path, model_file, cap
     said = capsys.readouterr()
     assert "bad.a3m: row 1" in said.err and "1 of 4 failed" in said.err.splitlines()[-1]
     last = json.loads(said.out.splitlines()[-1])
-    assert last["predicted"] == 3 and last["failed"] == [str(tmp_path / "bad.a3m")]
+    assert (last["predicted"], last["failures"], last["failed"]) == (3, 1, [str(tmp_path / "bad.a3m")])
     lines = [json.loads(line) for line in open(last["summary_file"])]
     assert [line["name"] for line in lines] == ["bad", "a", "b", "c"] and "row 1" in lines[0]["error"]
     assert run("--contacts", tmp_path / "c.a3m", *flags[:-1], tmp_path / "alone") == 0
@@ -399,7 +413,7 @@ def test_evaluation_hands_sdpa_a_bias_that_it_need_not_copy(monkeypatch):
     assert len(strides) == 8 and set(strides) == {1}
 
 
-# --- Memory beforehand, rows that DCA sees ------------------------------------------------------
+# --- Memory beforehand ----------------------------------------------------------------------------
 
 def test_memory_that_a_cpu_keeps_counts(monkeypatch):
     config, gigabytes = tof.TinyOpenFoldConfig(seq_len=100, num_seqs=64), 10 * 2 ** 30

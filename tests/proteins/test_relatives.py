@@ -196,6 +196,14 @@ def test_scores_are_those_of_smith_and_waterman():
     assert found[1] > found[5] + 10 and found[2] > found[5] + 10  # across the gap
 
 
+def test_scores_do_not_depend_on_how_many_sequences_come_before():
+    query = np.random.default_rng(0).integers(0, 20, 40)
+    columns = profile(query[None].astype(np.uint8))
+    inserted = np.insert(query, 20, [3, 7, 1])
+    alone = local_scores(columns, [inserted])[0]
+    assert local_scores(columns, [*[query[:1]] * 30_000, inserted])[-1] == alone
+
+
 def test_the_distribution_is_fitted():
     rng = np.random.default_rng(1)
     lengths = rng.integers(50, 400, 5000)

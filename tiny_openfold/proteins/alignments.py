@@ -41,15 +41,18 @@ def _fasta_records(path, data):
     return names, rows
 
 
+HEADER = re.compile(rb"\A\s*(CLUSTAL|MUSCLE)[WXO]?\b.*")  # the first line of Clustal's format
+
+
 def _block_records(path, data):
     """Stockholm and Clustal, interleaved or not -> (names, rows). Only lines with a sequence make rows, so
     '#=GS' naming hits before the query is harmless. A name twice in one block is two rows."""
     pieces, in_block = {}, {}
-    for line in data.split(b"\n"):
+    for line in HEADER.sub(b"", data).split(b"\n"):
         fields = line.split()
         if not fields:
             in_block = {}
-        elif not line[:1].isspace() and not line.startswith((b"#", b"CLUSTAL", b"MUSCLE")):
+        elif not line[:1].isspace() and not line.startswith(b"#"):
             if len(fields) != 2 and not (len(fields) == 3 and fields[2].isdigit()):  # Clustal counts residues
                 raise UserError(f"{path}: the line {containers.begins(line)} is no name with a sequence")
             count = in_block[fields[0]] = in_block.get(fields[0], 0) + 1

@@ -29,7 +29,7 @@ KINDS = [(re.compile(pattern), what, remedy) for pattern, what, remedy in (
      "fetch the .cif file"),
     (rb"\s*[\[{]", "JSON", ""),
     (rb"(?i)\s*key,sequence", "a Boltz CSV", "write each sequence below a line '>name' into an .a3m file"),
-    (rb"\s*\"?>[^\n]*\\n", r"an alignment whose line ends are written out as \n",
+    (rb"\s*\"?>[^\n]*\\n[^\n]*\n?\Z", r"an alignment whose line ends are written out as \n",
      "replace each of them by a line end"),
     (rb"\s*>[A-Z][A-Z1-9];", "a PIR file", "convert it to aligned FASTA"),
     (rb"\s*#NEXUS", "a NEXUS file", "convert it to aligned FASTA"),

@@ -321,7 +321,8 @@ def alignments_in(directory):
     """Paths of the alignments in a directory, by their names, sorted. Raises UserError where there are
     none."""
     paths = [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if name[0] != "."]
-    found = [path for path in paths if split_suffix(path)[1] in ALIGNMENT_SUFFIXES and os.path.isfile(path)]
+    found = [path for path in paths
+             if split_suffix(path)[1] in ALIGNMENT_SUFFIXES and not os.path.isdir(path)]
     if not found:
         raise UserError(f"{directory}: no alignment in it is called NAME{' or '.join(ALIGNMENT_SUFFIXES)}")
     return found
@@ -338,7 +339,7 @@ def load_families(directory):
     found = {}  # NAME -> (alignments, structures)
     for path in paths:
         stem, suffix = split_suffix(path)
-        if path.is_file() and suffix in ALIGNMENT_SUFFIXES + STRUCTURE_SUFFIXES and path.name[0] != ".":
+        if not path.is_dir() and suffix in ALIGNMENT_SUFFIXES + STRUCTURE_SUFFIXES and path.name[0] != ".":
             found.setdefault(stem, ([], []))[suffix in STRUCTURE_SUFFIXES].append(path)
     pairs = {stem: kinds for stem, kinds in sorted(found.items()) if all(kinds)}
     alone = sorted(path.name for kinds in found.values() if not all(kinds) for path in sum(kinds, []))

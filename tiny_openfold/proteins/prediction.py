@@ -129,7 +129,7 @@ def predict(program, settings, mode, work):
         if code > 128:  # interrupted, or nobody reads any more
             return code
         if code:
-            told[path] = dict(mode=mode, name=files.split_suffix(path)[0], error=" ".join(lines))
+            told[path] = dict(mode=mode, name=name_of(path), error=" ".join(lines))
             outputs.say_why(program.name, lines)
         outputs.write_text(summary, "".join(f"{json.dumps(headline)}\n" for headline in told.values()))
         failed = [path for path, headline in told.items() if "error" in headline]
@@ -138,7 +138,7 @@ def predict(program, settings, mode, work):
         print(f"{number} of {len(paths)} took {seconds:.0f} s{left * (number < len(paths))}", flush=True)
     if failed:
         print(f"{len(failed)} of {len(paths)} failed: {', '.join(map(printable, failed))}", file=sys.stderr)
-    print_result(dict(mode=mode, predicted=good, failed=failed), summary, settings)
+    print_result(dict(mode=mode, predicted=good, failures=len(failed), failed=failed), summary, settings)
     return outputs.FAILED if failed else outputs.OK
 
 
@@ -148,10 +148,15 @@ def alignments(given, structure=None):
     paths = [path for one in given for path in (files.alignments_in(one) if os.path.isdir(one) else [one])]
     if structure is not None and len(paths) > 1:
         raise UserError(f"--structure {structure}: belongs to one alignment, here are {len(paths)}")
-    names = Counter(files.split_suffix(path)[0] for path in paths)
-    if twice := [path for path in paths if names[files.split_suffix(path)[0]] > 1]:
+    names = Counter(map(name_of, paths))
+    if twice := [path for path in paths if names[name_of(path)] > 1]:
         raise UserError(f"{' and '.join(twice[:2])}: their results would have one name; rename one of them")
     return paths
+
+
+def name_of(path):
+    """By which the results of an alignment are called."""
+    return "stdin" if path == STDIN else files.split_suffix(path)[0]
 
 
 def read_protein(training, alignment):
@@ -163,7 +168,7 @@ def read_protein(training, alignment):
         path, chain = files.split_structure_argument(training.structure)
         protein = files.load_protein(alignment, path, chain, training.query)
         require_coordinates([protein], training.min_coordinates)
-    return replace(protein, name="stdin") if alignment == STDIN else protein
+    return replace(protein, name=name_of(alignment)) if alignment == STDIN else protein
 
 
 class Predictor:

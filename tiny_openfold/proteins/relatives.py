@@ -128,7 +128,7 @@ def local_scores(scores, sequences):
     tokens = np.concatenate([np.append(sequence, TOKENS) for sequence in sequences])
     starts = np.cumsum([0, *(len(sequence) + 1 for sequence in sequences[:-1])])
     scores = np.concatenate([scores, np.full((len(scores), 1), -APART, np.int32)], axis=1)
-    travelled = np.cumsum(np.where(tokens == TOKENS, APART, EXTEND), dtype=np.int64).astype(np.int32)
+    travelled = np.cumsum(np.where(tokens == TOKENS, APART, EXTEND), dtype=np.int64)  # of many, above int32
     row, best, down = (np.zeros(len(tokens), np.int32) for _ in range(3))
     for column in scores:
         here = column[tokens]
