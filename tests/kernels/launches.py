@@ -163,15 +163,18 @@ WITHOUT_PRODUCTS = (
     "attention_gate_backward", "attention_key_mask_kernel", "attention_one_key_kernel", "message_", "adamw_",
     "swiglu_", "rotary_kernel",
     "triangle_multiplication_back_kernel RESIDUAL=False, SAVE=True, OUT=False")  # which stops before them
-SPILLS = {  # where tiles are not whole
+SPILLS = [  # where tiles are not whole: a GPU, a kernel, some of its constants, instructions that spill
     ("sm_90", "triangle_multiplication_front_backward_kernel",
-     "NO_PADDING=False, LINES=0, BC=64, BM=64, num_stages=2, num_warps=4"): 8,
+     dict(NO_PADDING=False, LINES=0, BM=64, BC=64, num_warps=4, num_stages=2), 8),
     ("sm_80", "triangle_multiplication_front_backward_kernel",
-     "NO_PADDING=False, LINES=0, BM=64, BC=32, num_warps=4, num_stages=2"): 40,
+     dict(NO_PADDING=False, LINES=0, BM=64, BC=32, num_warps=4, num_stages=2), 40),
     ("sm_90", "norm_project_backward_kernel",
-     "WHOLE_TILES=False, C=128, BM=64, BN=64, num_stages=4, num_warps=4"): 6}
+     dict(WHOLE_TILES=False, C=128, BM=64, BN=64, num_warps=4, num_stages=4), 6)]
 
 
 def spills_too_often(target, kernel, used):
-    return used["spills"] > max([0, *(most for (where, name, tile), most in SPILLS.items() if where == target
-                                      and kernel.startswith(name) and kernel.endswith(tile))])
+    """kernel: its name, a blank, and its constants, "BM=64, num_warps=4" in any order."""
+    name, constants = kernel.split(" ", 1)
+    allowed = [most for where, which, some, most in SPILLS if (where, which) == (target, name)
+               and {f"{key}={value}" for key, value in some.items()} <= set(constants.split(", "))]
+    return used["spills"] > max([0, *allowed])
