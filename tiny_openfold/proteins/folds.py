@@ -4,7 +4,7 @@ real chains of a file (--real-folds).
 The layout is that of ideal forms (Taylor 2002, doi:10.1038/416657a): sheets and layers of helices 10 Å apart,
 strands 4.8 Å and helices 10 Å beside each other, neighbours along the chain in opposite directions, which
 makes hairpins antiparallel and strands joined by a helix parallel. The file of real chains is an NPZ as
-docs/learning.md describes it: atoms N, CA, C, O, CB. Chains that are marked as related to families that a
+docs/proteins.md describes it: atoms N, CA, C, O, CB. Chains that are marked as related to families that a
 model may be tested on are never drawn. Letters in shapes: S residues of a piece, n of a chain. Lengths in Å.
 """
 from typing import NamedTuple
@@ -225,5 +225,5 @@ def read(path):
         reason = " ".join(str(error).split())[:100] or "no content"
         raise UserError(f"--real-folds {path}: not an NPZ file of chains: {reason}") from None
     if not whole or (xyz[:, [N, CA, C, CB]] == MISSING).any():
-        raise UserError(f"--real-folds {path}: its arrays are not those that docs/learning.md describes")
+        raise UserError(f"--real-folds {path}: its arrays are not those that docs/proteins.md describes")
     return offset, xyz, index, near

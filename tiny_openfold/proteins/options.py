@@ -22,7 +22,7 @@ class TrainingConfig(options.TrainingConfig):
                                   "natural (Potts models of folds, along a tree)",
                                   choices=("paired", "natural"))
     real_folds: str = option(None, "with --synthetic-world natural: NPZ file of real chains, pieces of which "
-                                   "are half of the folds (docs/learning.md)", type=str, metavar="FILE",
+                                   "are half of the folds (docs/proteins.md)", type=str, metavar="FILE",
                              read=True)
     eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs, "
                                   "with --contacts and --fold 512", low=1, type=int)
