@@ -185,11 +185,7 @@ def test_a_grid_that_does_not_fit_is_refused():
     from companions.kernels import ultra_block as kernels
     trainer = PROGRAM.trainer(PROGRAM, on_gpu(enable_master_weights=True), torch.device("cuda"))
     block, x = trainer.model.model.layers[0], torch.zeros(2, 128, 256, device="cuda", dtype=torch.bfloat16)
-
-    def large(*arguments):
-        return KERNEL(*arguments, grid=100_000)
-    KERNEL = kernels.ultra_block
-    with mock.patch.object(kernels, "ultra_block", large), pytest.raises(RuntimeError):
+    with mock.patch.object(kernels, "processors", lambda *_: 100_000), pytest.raises(RuntimeError):
         ultra_block.launch(block, x)
 
 

@@ -124,7 +124,7 @@ def test_with_every_tile(kind, number, dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("changes, length", [
-    (dict(STORED=[dict(STORED=1 << 40)]), 256), (dict(STORED=[dict(STORED=1 << 20)]), 385),
+    (dict(STORED=[dict(STORED=1 << 40)]), 256), (dict(STORED=[dict(STORED=1 << 20)]), 200),
     (dict(MOST_SCORES=1 << 40), 23), (dict(MOST_SCORES=1 << 18), 64)])
 def test_attention_in_rounds_of_rows(changes, length, dtype, monkeypatch):
     for name, value in changes.items():
