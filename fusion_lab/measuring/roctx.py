@@ -9,7 +9,7 @@ INHERITED = "ROCPROFILER_REGISTER_LIBRARY"
 BLIND = (f"Unset {INHERITED}, which a parent that used the GPU hands on to its children, and take torch and "
          "the profiler from one ROCm.")
 GRAPHS = ("ROCm 7.0 to 7.14 lose kernels of graphs: set DEBUG_HIP_GRAPH_SEGMENT_SCHEDULING=0 (7.14), or "
-          "profile with --disable-cuda-graphs.")
+          "profile with --disable-cuda-graphs, and without --torch-compile-mode reduce-overhead.")
 
 
 def child_environment():

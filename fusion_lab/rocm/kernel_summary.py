@@ -50,6 +50,11 @@ def graph_figures(directory, traces, launches, steps):
     return {"recorded": launches, "expected": nodes * steps} if nodes and steps else None
 
 
+def lost_kernels(graphs):
+    """Whether kernels of graphs are missing in the records, or may be, as their number is not known."""
+    return bool(graphs) and graphs["recorded"] < (graphs["expected"] or math.inf)
+
+
 def counter_figures(rows):
     """{"counters": sums, "counter_averages": means by time, "counted": dispatches} of (counter, value,
     nanoseconds) rows."""
@@ -72,7 +77,7 @@ def summarize(directory):
     session = read_json(directory / "manifest.json")
     steps = session.get("steps")
     graphs = graph_figures(directory, traces, launches, steps)
-    whole = steps and (not graphs or graphs["recorded"] >= (graphs["expected"] or math.inf))
+    whole = steps and not lost_kernels(graphs)
 
     def longest(figures):
         return {name: {"launches": calls, "time_ms": time / 1e6} for name, (calls, time) in sorted(
@@ -119,7 +124,7 @@ def render(summary):
                        ("counter_averages", "Counters that do not add up: their mean, weighted by time")):
         lines += ["", title] * bool(summary[key])
         lines += [f"{name:<32}{value:>20.1f}" for name, value in sorted(summary[key].items())]
-    if summary["steps"] and summary["launches_per_step"] is None:
+    if lost_kernels(summary["graphs"]):
         recorded, expected = summary["graphs"]["recorded"], summary["graphs"]["expected"]
         lines += [f"Caution: {recorded} of {expected or 'an unknown number of'} kernels of graphs were "
                   f"recorded, so a step's number is unknown. {GRAPHS}"]

@@ -50,7 +50,7 @@ class Rocprofv3(Wrapper):
             self.counted = "start-up in the count, evaluation not"
         if self.selected and MARKERS not in switches:  # without, 7.0 to 7.2 do not hear start and stop
             switches.append(MARKERS)
-        if "--enable-cuda-graphs" in self.own_flags and WITH_CALLS.isdisjoint(switches):
+        if self.graphs_asked_for and WITH_CALLS.isdisjoint(switches):
             switches.append("--hip-trace")  # to count the kernels of each replay
         arguments = ["--kernel-trace", "--stats", *switches]
         if options.memory_trace:

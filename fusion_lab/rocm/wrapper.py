@@ -2,6 +2,7 @@
 import os
 import shlex
 
+from fusion_lab.measuring.roctx import GRAPHS
 from fusion_lab.rocm import failures, preflight
 from fusion_lab.training import files, flags, torchrun
 from fusion_lab.training.files import FAILED, PROGRAM_FAILED, printable
@@ -88,6 +89,12 @@ class Wrapper:
     def program_flags(self):
         return self.flags_with([*preflight.known(self.answer, [NO_GRAPHS, *self.sizes]), *self.own_flags])
 
+    @property
+    def graphs_asked_for(self):
+        """Whether the user's flags ask for CUDA graphs, or for the mode of torch.compile that makes some."""
+        return any(word == "--enable-cuda-graphs" or word.endswith("reduce-overhead")
+                   for word in self.own_flags)
+
     def has(self, option):
         """Does the tool's --help list it? A tool that is not here, or fails, has the newest form."""
         return self.tool.options is None or option in self.tool.options
@@ -105,6 +112,8 @@ class Wrapper:
     def warnings(self):
         """What may be right, but explains many a failure."""
         yield from preflight.mismatch_warnings(self.tool, self.answer)
+        if self.graphs_asked_for:
+            yield GRAPHS
 
     def about(self):
         """The tool and the torch, for whom it may concern."""

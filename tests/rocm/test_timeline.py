@@ -54,6 +54,10 @@ def test_kernels_that_replays_of_a_graph_lost(traced, kernels, nodes, recorded, 
     assert summary["graphs"] == (dict(recorded=recorded, expected=expected) if traced or nodes else None)
     assert (summary["launches_per_step"] is None) == lost
     assert ("DEBUG_HIP_GRAPH_SEGMENT_SCHEDULING=0" in render(summary)) == lost
+    (tmp_path / "manifest.json").unlink()  # without steps nothing is expected of a run whose calls are unknown
+    summary = summarize(tmp_path)
+    assert summary["launches_per_step"] is None
+    assert ("DEBUG_HIP_GRAPH_SEGMENT_SCHEDULING=0" in render(summary)) == (traced and lost)
 
 
 def test_a_process_with_launches_and_no_kernels_is_named(tmp_path):
