@@ -127,7 +127,7 @@ from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.evaluations import evaluate
 from fusion_lab.training.feeding import batches
 from fusion_lab.training.files import StopRequest
-from fusion_lab.training.machine import choose_device, process_settings
+from fusion_lab.training.machine import choose_device, process_settings, require_memory
 from fusion_lab.training.master_weights import master_weights
 from fusion_lab.training.models import begin_from_files
 from tiny_openfold.proteins import batches as proteins
@@ -733,6 +733,7 @@ def train(program, settings, compare_with=None):
     earlier = summary.read_summary(compare_with) if compare_with else None  # told now, not after the training
     training, device = settings.training, choose_device(settings.training.device)
     process_settings(settings, device)
+    require_memory(program, device, settings)
     world = distributed.begin(device)
     source = program.data(settings.having(batch_size=training.batch_size * world.size))  # of all ranks
     trainer = program.trainer(program, settings, device, world)

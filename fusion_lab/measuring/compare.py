@@ -31,7 +31,7 @@ from fusion_lab.measuring.variants import BASELINE, make_variants
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted, finite, read_json
 from fusion_lab.training.flags import command_line
-from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
+from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, require_memory, system_info
 
 ROUNDS, SECONDS = 20, 60.0  # whichever ends first, where nobody says how many rounds
 FEWEST = 6  # rounds, from which on there is an interval of 95%
@@ -295,6 +295,7 @@ def compare(program, settings, names=None, rounds=None, show=lambda comparison: 
     process_settings(settings, device)
     variants = make_variants(settings, names, device.type == "cuda")
     wanted = [variant for variant in variants if not variant.reason]
+    require_memory(program, device, *(variant.settings for variant in variants))
     apart = [variant for variant in wanted if variant.compiles and len(wanted) > 2]
     together = [variant for variant in variants if variant not in apart]
     found = Comparison(about(program, settings, device), [variant.name for variant in (*together, *apart)])

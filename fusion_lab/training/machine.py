@@ -5,15 +5,16 @@ import os
 import platform
 import shutil
 import subprocess
+from dataclasses import fields
 
 import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.files import NO_GPU, UserError, counted
-from fusion_lab.training.options import DEVICE, DEVICES
+from fusion_lab.training.options import DEVICE, DEVICES, flag
 from fusion_lab.training.torchrun import place
 
-MEGABYTE = 2 ** 20
+MEGABYTE, GIGABYTE = 2 ** 20, 2 ** 30
 
 
 def choose_device(name):
@@ -94,6 +95,33 @@ def free_memory(device):
         statistics = dict(line.split() for line in lines)
         found.append(limit - used + int(statistics.get("file", 0)))  # a cache gives way
     return min(found, default=None)
+
+
+ROOM = 4  # times what a step needs at least, within which it was seen to fit (test_costs.py)
+
+
+def require_memory(program, device, *settings):
+    """Raise UserError where a step needs more memory than is free, in each of these settings. Call it before
+    data and model are made: a system out of memory kills the process without a word."""
+    free = free_memory(device)
+    leanest = min(settings, key=program.model.least_bytes)
+    if free is None or (least := program.model.least_bytes(leanest)) <= free:
+        return
+    plain = program.settings()
+    sizes = [f.name for f in fields(program.model_config) if f.metadata["low"] == 1] + ["batch_size"]
+    name = max(sizes, key=lambda size: leanest.get(size) // plain.get(size))  # what was asked too much of
+
+    def fits(value):
+        try:
+            return ROOM * program.model.least_bytes(leanest.having(**{name: value})) <= free
+        except ValueError:
+            return False  # such as channels that heads do not divide
+
+    value = leanest.get(name)
+    fitting = next(filter(fits, (1 << k for k in reversed(range(value.bit_length())))), None)
+    raise UserError(f"{flag(name)} {value}: a step needs more than {least // GIGABYTE:,} GB, "
+                    f"{free / GIGABYTE:.1f} GB are free on {device}; "
+                    + (f"{flag(name)} {fitting} would fit" if fitting else "lower other sizes, too"))
 
 
 def text_of(path):

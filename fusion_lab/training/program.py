@@ -54,6 +54,11 @@ class Model:
         """{sub-layer: Cost} of a step of such a training, all blocks together."""
         return {}
 
+    @staticmethod
+    def least_bytes(settings):
+        """Memory below which no training step in these settings can stay; 0: nobody has worked it out."""
+        return 0
+
     def statistics(self):
         """Nominal counts, JSON, or None."""
 

@@ -18,7 +18,7 @@ from fusion_lab.measuring.plotting import spared
 from fusion_lab.training import files as outputs
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted, printable
-from fusion_lab.training.machine import choose_device, free_memory, process_settings
+from fusion_lab.training.machine import GIGABYTE, choose_device, free_memory, process_settings
 from fusion_lab.training.models import read_model
 from fusion_lab.training.options import flag
 from fusion_lab.training.program import ROOT
@@ -48,7 +48,6 @@ LONGEST_FOR_DCA = 400     # residues: 2 GB and half a minute
 SEPARATIONS = (SEPARATION, LONG_RANGE)  # residues apart at least, in tables of precision
 SHOWN = 10                # pairs on the screen
 CPU_HOLES = 1.7           # memory taken on a CPU for each byte of tensors: what is freed is kept, in pieces
-GIGABYTE = 2 ** 30
 OUTPUTS = ("contact_probability", "distances", "distogram_logits", *BINS)  # of the model, if it has them
 SUFFIXES = (".json", ".rr", ".tsv", ".npz", ".pdb", ".html", ".png")  # of the files of all modes
 HEADLINE = ("mode", "name", "effective_rows", "plddt", "precision", "scores", "files")

@@ -38,6 +38,10 @@ class Evoformer(Model):
     def costs(self, training):
         return costs.costs(self.config, self.fusion, training)
 
+    @staticmethod
+    def least_bytes(settings):
+        return costs.least_bytes(settings)
+
     def statistics(self):
         return costs.statistics(self.fusion, self.config.num_blocks)
 

@@ -1,0 +1,33 @@
+"""What a training step needs at least, beside what steps take."""
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring.probe import probe
+from fusion_lab.training import machine
+
+
+@pytest.mark.parametrize("sizes", [
+    dict(num_blocks=1, seq_len=32, batch_size=2), dict(num_blocks=4, seq_len=64, batch_size=1),
+    dict(num_blocks=2, seq_len=32, num_seqs=64, batch_size=2), dict(num_blocks=2, seq_len=48, use_amp=True),
+    dict(num_blocks=3, seq_len=48, enable_activation_checkpointing=True),
+    dict(num_blocks=3, seq_len=48, enable_selective_checkpointing=True)], ids=str)
+def test_a_step_takes_more_than_its_least_memory_and_fits_where_one_says_so(sizes):
+    settings = tof.PROGRAM.settings(device="cpu", **sizes)
+    trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
+    peak = probe(trainer, tof.PROGRAM.data(settings).batch(0)).peak
+    least = tof.TinyOpenFoldV2.least_bytes(settings)
+    assert least < peak < machine.ROOM * least
+
+
+@pytest.mark.parametrize("size, mode", [
+    ("--seq-len", []), ("--pair-dim", []), ("--num-blocks", ["--compare-fusion"]),
+    ("--batch-size", ["--verify-accuracy"])])
+def test_what_cannot_fit_is_refused_before_it_is_made(size, mode, capsys, tmp_path):
+    where = ["--device", "cpu", "--profile-dir", str(tmp_path / "out")]
+    assert tof.main([size, "100000000", *mode, *where]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and line.count(size) == 2
+    fitting = line.rpartition(f"{size} ")[2].split()[0]
+    settings = tof.PROGRAM.settings(**{size[2:].replace("-", "_"): int(fitting)})
+    machine.require_memory(tof.PROGRAM, torch.device("cpu"), settings)
