@@ -8,12 +8,11 @@ from fusion_lab.training import machine
 
 
 @pytest.mark.parametrize("sizes", [
-    dict(num_blocks=1, seq_len=32, batch_size=2), dict(num_blocks=4, seq_len=64, batch_size=1),
-    dict(num_blocks=2, seq_len=32, num_seqs=64, batch_size=2), dict(num_blocks=2, seq_len=48, use_amp=True),
-    dict(num_blocks=3, seq_len=48, enable_activation_checkpointing=True),
-    dict(num_blocks=3, seq_len=48, enable_selective_checkpointing=True)], ids=str)
+    dict(num_blocks=1), dict(num_blocks=2, num_seqs=64),
+    dict(num_blocks=3, enable_activation_checkpointing=True),
+    dict(num_blocks=3, enable_selective_checkpointing=True)], ids=str)
 def test_a_step_takes_more_than_its_least_memory_and_fits_where_one_says_so(sizes):
-    settings = tof.PROGRAM.settings(device="cpu", **sizes)
+    settings = tof.PROGRAM.settings(device="cpu", seq_len=32, batch_size=1, **sizes)
     trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
     peak = probe(trainer, tof.PROGRAM.data(settings).batch(0)).peak
     least = tof.TinyOpenFoldV2.least_bytes(settings)
