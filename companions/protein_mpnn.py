@@ -59,9 +59,10 @@ class MpnnSwitches(Switches):
     def idle(self, settings, on_gpu):
         found = super().idle(settings, on_gpu)
         if self.enable_message_kernel and not (on_gpu and HAS_TRITON and settings.training.use_amp):
-            found.append("the message kernel needs a GPU, Triton and --use-amp")
+            found["enable_message_kernel"] = "the message kernel needs a GPU, Triton and --use-amp"
         elif self.enable_message_kernel and settings.model.hidden_dim not in CHANNELS:
-            found.append(f"the message kernel is for {', '.join(map(str, CHANNELS))} channels")
+            found["enable_message_kernel"] = (
+                f"the message kernel is for {', '.join(map(str, CHANNELS))} channels")
         return found
 
 

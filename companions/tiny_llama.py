@@ -81,12 +81,14 @@ class LlamaSwitches(Switches):
         kernels_run = on_gpu and HAS_TRITON and settings.training.use_amp
         if self.enable_pointwise_kernel and not (
                 kernels_run and (self.enable_qkv_fusion or self.enable_swiglu_fusion)):
-            found.append("the pointwise kernel needs a GPU, Triton, --use-amp and packed projections "
-                         "(--enable-qkv-fusion, --enable-swiglu-fusion)")
+            found["enable_pointwise_kernel"] = (
+                "the pointwise kernel needs a GPU, Triton, --use-amp and packed projections "
+                "(--enable-qkv-fusion, --enable-swiglu-fusion)")
         if self.enable_ultra_block and not kernels_run:
-            found.append("the ultra-fused block needs a GPU, Triton and --use-amp")
+            found["enable_ultra_block"] = "the ultra-fused block needs a GPU, Triton and --use-amp"
         elif self.enable_ultra_block and width not in ULTRA_WIDTHS:
-            found.append(f"ultra-fused blocks are for heads of {', '.join(map(str, ULTRA_WIDTHS))} channels")
+            found["enable_ultra_block"] = (
+                f"ultra-fused blocks are for heads of {', '.join(map(str, ULTRA_WIDTHS))} channels")
         return found
 
 

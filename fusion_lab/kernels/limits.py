@@ -41,16 +41,15 @@ def in_words(switch, widths):
 
 
 def idle_kernels(fusion, widths, bias, use_amp, on_gpu):
-    """Sentences on why Triton switches of a model change nothing here; widths: {switch: those that it would
-    give its kernels}; bias: channels and heads of one that triton-attention would make even so."""
+    """{switch: why it changes nothing here} of a model's Triton switches; widths: {switch: those that it
+    would give its kernels}; bias: channels and heads of one that triton-attention would make even so."""
     names = [name for name in fusion.names() if name in widths and getattr(fusion, name)]
-    if not names:
-        return []
     if not (on_gpu and HAS_TRITON):
-        return [f"Triton kernels need {'Triton (pip install triton)' if on_gpu else 'a GPU'}"]
+        needed = "Triton (pip install triton)" if on_gpu else "a GPU"
+        return dict.fromkeys(names, f"Triton kernels need {needed}")
     if not use_amp:
-        return ["Triton kernels need --use-amp: float32 is more exact without them"]
+        return dict.fromkeys(names, "Triton kernels need --use-amp: float32 is more exact without them")
     idle = [name for name in names if not any(takes(name, width) for width in widths[name])
             and not (name == f"{SWITCH}attention" and takes_bias(*bias))]
-    return [f"{name.removeprefix('enable_').replace('_', '-')} has no kernel for "
-            f"{in_words(name, widths[name])}" for name in idle]
+    return {name: f"{name.removeprefix('enable_').replace('_', '-')} has no kernel for "
+            f"{in_words(name, widths[name])}" for name in idle}

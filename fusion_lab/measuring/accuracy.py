@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
-from fusion_lab.measuring.variants import in_use, spelled
+from fusion_lab.measuring.variants import spelled
 from fusion_lab.training.checkpoints import optimizer_state, unpacked
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import finite, write_json
@@ -120,7 +120,7 @@ def covered(settings, device):
     """What a check of these settings runs, as the end of its result: checked, switches that outputs and
     gradients depend on; not_used, why others do nothing here or nothing to these."""
     on_gpu = device.type == "cuda"
-    used = in_use(settings, on_gpu)
+    used = settings.in_use(on_gpu)
     beyond = [spelled(name) for name in used if name in OF_THE_STEP]
     return dict(checked=[spelled(name) for name in used if name not in OF_THE_STEP],
                 not_used=[*settings.idle(on_gpu), *(

@@ -82,21 +82,6 @@ def default_names(settings, on_gpu):
     return list(by_fusion.values())
 
 
-def in_use(settings, on_gpu):
-    """Names of the switches that are on and do something here."""
-    fusion = settings.fusion
-    on = [name for name in fusion.names() if getattr(fusion, name)]
-
-    def complaints(names):
-        chosen = replace(fusion, **{name: name in names for name in on})
-        return set(with_fusion(settings, chosen).idle(on_gpu))
-
-    always = complaints(())
-    # A switch may need another one, so what is idle alone is asked again beside those that are not.
-    suspects = {name for name in on if complaints({name}) - always}
-    return [name for name in on if name not in suspects or not complaints({*on} - suspects | {name}) - always]
-
-
 def make_variants(settings, names, on_gpu):
     """The baseline, then a Variant for each of the names (text with blanks or commas, or a list; None: the
     usual ones). What has nothing of its own to measure here says why. Raises UserError."""
@@ -108,11 +93,9 @@ def make_variants(settings, names, on_gpu):
     for name in dict.fromkeys(asked):
         variant = Variant(name, with_fusion(settings, fusion_named(name, settings.fusion)))
         variant.not_used = tuple(variant.settings.idle(on_gpu))
-        used, fusion = in_use(variant.settings, on_gpu), variant.settings.fusion
+        used, fusion = variant.settings.in_use(on_gpu), variant.settings.fusion
         does = replace(fusion, **{switch: switch in used for switch in fusion.names()})
-        if variant.not_used and name not in (EVERYTHING, ULTRA, GIVEN):
-            variant.reason = "; ".join(variant.not_used)
-        elif (same := known.setdefault(does, name)) != name and name != GIVEN:
+        if (same := known.setdefault(does, name)) != name:
             variant.reason = "; ".join((f"here it is the same as {same}", *variant.not_used))
         variants.append(variant)
     return variants

@@ -117,17 +117,19 @@ class Switches(Checked):
         return replace(cls.preset(True), **wins)
 
     def idle(self, settings, on_gpu):
-        """Why switches that are on change nothing in these settings here, a sentence for each."""
+        """{field: why it changes nothing in these settings here}, of switches that are on and other fields
+        that are not at their defaults."""
         graphs = self.enable_cuda_graphs or (self.enable_torch_compile
                                              and self.torch_compile_mode == "reduce-overhead")
-        return [text for text, holds in (
-            ("CUDA graphs need a GPU", graphs and not on_gpu),
-            ("master weights need --use-amp", self.enable_master_weights and not settings.training.use_amp),
-            ("triton-adamw needs a GPU, Triton, --use-amp and master weights",
-             self.enable_triton_adamw and not (on_gpu and HAS_TRITON and settings.training.use_amp
-                                               and self.enable_master_weights)),
-            ("--torch-compile-mode is for torch.compile",
-             self.torch_compile_mode != "default" and not self.enable_torch_compile)) if holds]
+        masters_run = on_gpu and HAS_TRITON and settings.training.use_amp and self.enable_master_weights
+        return {name: why for name, why, holds in (
+            ("enable_cuda_graphs", "CUDA graphs need a GPU", graphs and not on_gpu),
+            ("enable_master_weights", "master weights need --use-amp",
+             self.enable_master_weights and not settings.training.use_amp),
+            ("enable_triton_adamw", "triton-adamw needs a GPU, Triton, --use-amp and master weights",
+             self.enable_triton_adamw and not masters_run),
+            ("torch_compile_mode", "--torch-compile-mode is for torch.compile",
+             self.torch_compile_mode != "default" and not self.enable_torch_compile)) if holds}
 
     @classmethod
     def titles(cls):

@@ -128,8 +128,13 @@ class Settings:
         return next(getattr(config, name) for config in configs if hasattr(config, name))
 
     def idle(self, on_gpu):
-        """Why switches that are on change nothing here, a sentence for each."""
-        return self.fusion.idle(self, on_gpu)
+        """Why switches that are on change nothing here, in sentences."""
+        return list(dict.fromkeys(self.fusion.idle(self, on_gpu).values()))
+
+    def in_use(self, on_gpu):
+        """Names of the switches that are on and do something here."""
+        idle = self.fusion.idle(self, on_gpu)
+        return [name for name in self.fusion.names() if getattr(self.fusion, name) and name not in idle]
 
     def claimed(self, resumed=False):
         """The same, once files.claim() holds its directory."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring.variants import default_names, fusion_named, in_use, make_variants, with_fusion
+from fusion_lab.measuring.variants import default_names, fusion_named, make_variants, with_fusion
 from fusion_lab.training.files import UserError
 from tests.second_program import PROGRAM as SECOND
 
@@ -47,7 +47,8 @@ def test_names_that_stand_for_nothing_are_one_line():
 def test_the_usual_rows():
     assert default_names(SETTINGS, False) == ["baseline", "fused", *SINGLE, "compiled"]
     assert default_names(BF16, True) == ["baseline", "fused", *SINGLE, "compiled", "everything", "ultra"]
-    assert not [v.reason for v in make_variants(BF16, None, True) if v.reason]
+    assert [v.name for v in make_variants(BF16, None, True) if v.reason] == ["only-opm-fusion"]
+    assert not [v.name for v in make_variants(BF16.having(batch_size=1), None, True) if v.reason]
     own = with_fusion(SETTINGS, KIND.preset(True))
     assert default_names(own, False)[-1] == "given" and default_names(own, True)[-1] == "ultra"
     assert default_names(SECOND.settings(), False) == ["baseline", "fused", "compiled"]  # one fusion is both
@@ -63,22 +64,20 @@ def test_the_baseline_is_always_there_and_each_name_once():
 
 def test_what_does_nothing_here_says_why_and_presets_leave_it_out():
     reasons = {v.name: v.reason for v in make_variants(
-        SETTINGS, "fused only-master-weights fused+cuda-graphs everything ultra given", False)}
+        SETTINGS, "fused only-opm-fusion fused+cuda-graphs without-opm-fusion everything ultra", False)}
+    idle = "; opm-fusion changes nothing at these sizes"
     assert reasons.pop("ultra").startswith("here it is the same as everything; CUDA graphs need a GPU;")
-    assert reasons == {"baseline": None, "fused": None, "everything": None, "given": None,
-                       "only-master-weights": "master weights need --use-amp",
-                       "fused+cuda-graphs": "CUDA graphs need a GPU"}
+    assert reasons == {"baseline": None, "fused": None, "everything": None,
+                       "only-opm-fusion": f"here it is the same as baseline{idle}",
+                       "fused+cuda-graphs": f"here it is the same as fused; CUDA graphs need a GPU{idle}",
+                       "without-opm-fusion": "here it is the same as fused"}
     everything = make_variants(SETTINGS, "everything", False)[1]
-    assert everything.not_used == ("CUDA graphs need a GPU", "master weights need --use-amp")
-    used = in_use(everything.settings, False)
+    assert everything.not_used == ("CUDA graphs need a GPU", "master weights need --use-amp", idle[2:])
+    used = everything.settings.in_use(False)
     assert "enable_torch_compile" in used and not {"enable_cuda_graphs", "enable_master_weights"} & {*used}
 
 
-def test_a_switch_that_needs_another_is_in_use_beside_it():
+def test_a_switch_that_needs_mixed_precision_is_in_use_beside_it():
     alone = replace(PLAIN, enable_master_weights=True)
-    assert in_use(with_fusion(BF16, alone), False) == ["enable_master_weights"]
-    assert in_use(with_fusion(SETTINGS, alone), False) == []
-    # a complaint that is about none of the switches
-    sdpa = replace(USUAL, enable_flash_attention=False, attention_backend="sdpa")
-    assert in_use(with_fusion(SETTINGS, sdpa), False) == [
-        name for name in KIND.names() if getattr(sdpa, name)]
+    assert with_fusion(BF16, alone).in_use(False) == ["enable_master_weights"]
+    assert with_fusion(SETTINGS, alone).in_use(False) == []

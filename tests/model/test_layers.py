@@ -328,7 +328,7 @@ def test_costs_of_every_sub_layer_by_hand():
 def test_triton_adamw_is_idle_without_master_weights_on_a_gpu(monkeypatch):
     def idle(on_gpu=True, use_amp=True, **switches):
         settings = SimpleNamespace(training=SimpleNamespace(use_amp=use_amp))
-        return options.Switches(enable_triton_adamw=True, **switches).idle(settings, on_gpu)
+        return list(options.Switches(enable_triton_adamw=True, **switches).idle(settings, on_gpu).values())
     needs, masters = ["triton-adamw needs a GPU, Triton, --use-amp and master weights"], dict(
         enable_master_weights=True)
     monkeypatch.setattr(options, "HAS_TRITON", True)

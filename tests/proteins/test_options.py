@@ -1,7 +1,9 @@
 """Options of training on proteins: what goes together, and which switches do nothing where."""
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import limits
@@ -53,10 +55,8 @@ def test_presets_of_kernels():
 
 
 def test_idle_switches_are_named():
-    def idle(on_gpu=True, **switches):
-        settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(),
-                                   training=SimpleNamespace(use_amp=False, batch_size=4))
-        return tof.FusionConfig(**switches).idle(settings, on_gpu)
+    def idle(**switches):
+        return tof.PROGRAM.settings(enable_opm_fusion=False, **switches).idle(on_gpu=True)
     assert idle() == idle(enable_torch_compile=True) == []
     assert idle(enable_master_weights=True) == ["master weights need --use-amp"]
     backend = dict(attention_backend="sdpa")
@@ -64,12 +64,27 @@ def test_idle_switches_are_named():
         "--attention-backend is for fused attention"]
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("sizes", [
+    {}, dict(batch_size=1), dict(batch_size=1, num_seqs=17), dict(seq_len=128),
+    dict(seq_len=128, num_seqs=32), dict(seq_len=128, num_seqs=33)], ids=str)
+def test_opm_fusion_is_idle_where_the_plain_order_runs(sizes, on_gpu):
+    """What the flags are judged by, and what the model does; float32 on a GPU counts multiplications."""
+    settings = tof.PROGRAM.settings(**sizes)
+    module = tof.FusedEvoformerBlock(settings.model, settings.fusion).outer_product_mean
+    shape = settings.training.batch_size, settings.model.num_seqs, settings.model.seq_len, 32
+    runs = module.weight_first(SimpleNamespace(shape=shape, is_cuda=on_gpu, dtype=torch.float32))
+    assert settings.idle(on_gpu) == ([] if runs else ["opm-fusion changes nothing at these sizes"])
+    assert ("enable_opm_fusion" in settings.in_use(on_gpu)) == runs
+
+
 def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     def idle(pair_dim=128, use_amp=True, on_gpu=True, msa_dim=48, heads=4, rows=16, samples=4, **switches):
         model = tof.TinyOpenFoldConfig(msa_dim=msa_dim, pair_dim=pair_dim, msa_heads=heads, pair_heads=heads,
                                        num_seqs=rows)
-        settings = SimpleNamespace(model=model, training=SimpleNamespace(use_amp=use_amp, batch_size=samples))
-        return tof.FusionConfig(**switches).idle(settings, on_gpu)
+        given = dict(use_amp=use_amp, batch_size=samples, enable_opm_fusion=False) | switches
+        settings = tof.PROGRAM.settings(**given)
+        return replace(settings, model=model).idle(on_gpu)
     attention, triangle = dict(enable_triton_attention=True), dict(enable_triton_triangle=True)
     monkeypatch.setattr(limits, "HAS_TRITON", True)
     assert idle() == idle(**attention) == idle(**triangle) == idle(48, **attention) == []
@@ -86,8 +101,8 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     assert idle(msa_dim=128, heads=128, **attention) == []
     layout = dict(enable_triton_outer_layout=True)
     assert idle(96, **layout) == idle(rows=16, samples=1, **layout) == []
-    assert idle(rows=15, samples=1, enable_opm_fusion=False, **layout) == []
-    assert idle(rows=15, samples=1, **layout) == [
+    assert idle(rows=15, samples=1, **layout) == []
+    assert idle(rows=15, samples=1, enable_opm_fusion=True, **layout) == [
         "triton-outer-layout is for outer products that are not re-associated"]
     gradients = dict(enable_triton_weight_gradients=True)
     assert idle(**gradients) == ["triton-weight-gradients needs torch.compile"]

@@ -1,7 +1,7 @@
 """Options of training on proteins: where they come from, which are held out, what is drawn. No torch."""
 from dataclasses import dataclass
 
-from fusion_lab.kernels.limits import idle_kernels
+from fusion_lab.kernels import limits
 from fusion_lab.training import options
 from fusion_lab.training.options import option
 
@@ -88,17 +88,23 @@ class TritonSwitches(options.Switches):
     def idle(self, settings, on_gpu):
         c, training, found = settings.model, settings.training, super().idle(settings, on_gpu)
         asked = self.attention_backend if self.enable_flash_attention else "math"
-        found += [text for text, holds in (
-            ("--attention-backend is for fused attention",
+        kernels = self.enable_triton_outer_layout and on_gpu and limits.HAS_TRITON and training.use_amp
+        weight_first = self.weight_first(training.batch_size, c.num_seqs, c.seq_len, tie=not kernels)
+        if on_gpu and not (training.use_amp or training.use_tf32):  # where multiplications count
+            weight_first = weight_first and 2 * c.num_seqs <= c.outer_product_dim
+        found |= {name: why for name, why, holds in (
+            ("enable_opm_fusion", "opm-fusion changes nothing at these sizes",
+             self.enable_opm_fusion and not weight_first),
+            ("attention_backend", "--attention-backend is for fused attention",
              self.attention_backend != "auto" and not self.enable_flash_attention),
-            ("triton-attention gives way to the attention that was asked for",
+            ("enable_triton_attention", "triton-attention gives way to the attention that was asked for",
              self.enable_triton_attention and asked != "auto"),
-            ("triton-outer-layout is for outer products that are not re-associated",
-             self.enable_triton_outer_layout
-             and self.weight_first(training.batch_size, c.num_seqs, c.seq_len, tie=False)),
-            ("triton-weight-gradients needs torch.compile",
-             self.enable_triton_weight_gradients and not self.enable_torch_compile)) if holds]
-        return found + idle_kernels(self, dict(
+            ("enable_triton_outer_layout",
+             "triton-outer-layout is for outer products that are not re-associated",
+             kernels and weight_first),
+            ("enable_triton_weight_gradients", "triton-weight-gradients needs torch.compile",
+             self.enable_triton_weight_gradients and not self.enable_torch_compile)) if holds}
+        return found | limits.idle_kernels(self, dict(
             enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
             enable_triton_triangle=(c.pair_dim,), enable_triton_outer_layout=(c.outer_product_dim,),
             enable_triton_weight_gradients=(c.pair_dim,),
