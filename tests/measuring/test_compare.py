@@ -156,12 +156,14 @@ def baseline_settings():
 
 def test_what_fails_is_a_row_with_its_reason_and_what_is_idle_is_not_tried(counting):
     variants = make_variants(SETTINGS, "only-cuda-graphs cuda-graphs+fused-relu fused", False)
-    assert [v.reason for v in variants] == [None, *["CUDA graphs need a GPU"] * 2, None]
-    variants[1].reason = None
+    idle = ["here it is the same as baseline; CUDA graphs need a GPU", None, "here it is the same as "
+            "cuda-graphs+fused-relu"]
+    assert [v.reason for v in variants] == [None, *idle]
+    variants[1].reason = variants[3].reason = None
+    variants[2].reason = "it is idle"
     rows = measured(counting, variants)
     assert [(row.measured, row.reason) for row in rows] == [
-        (True, None), (False, "RuntimeError: no such kernel here"), (False, "CUDA graphs need a GPU"),
-        (True, None)]
+        (True, None), (False, "RuntimeError: no such kernel here"), (False, "it is idle"), (True, None)]
     variants[0].reason, variants[0].settings = None, variants[1].settings
     with pytest.raises(RuntimeError, match="no such kernel"):  # without the baseline there is nothing to say
         measured(counting, variants[:1])
