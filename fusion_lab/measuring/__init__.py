@@ -1,0 +1,1 @@
+"""How steps are measured: comparisons, clocks, counters, traces, and the accuracy check."""

@@ -1,0 +1,1 @@
+"""A performance study: comparisons over many sizes and runs, and their report."""

@@ -1,0 +1,1 @@
+"""Alignments, structures and batches of proteins; predictions of contacts and folds."""

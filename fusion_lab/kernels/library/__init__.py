@@ -1,0 +1,1 @@
+"""Operations in plain PyTorch: packed projections, the choice of attention, derivatives by hand."""
