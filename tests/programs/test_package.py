@@ -1,5 +1,7 @@
 """`pip install .` holds everything, and its console commands work from elsewhere; the kernels need torch and
 Triton alone."""
+import ast
+import dataclasses
 import email
 import importlib.util
 import json
@@ -11,6 +13,8 @@ import sys
 
 import pytest
 
+import fusion_lab
+import tiny_openfold_v2
 from fusion_lab import commands
 from tests.support import PATIENCE, ROOT
 
@@ -18,7 +22,8 @@ ALIGNMENT = "".join(f">row{i}\nMQIFVKTLTGKTITLEVEPSDTIEN{letters}IQDKEGIPPDQQRLI
                     for i, letters in enumerate(("VKAK", "VRAK", "IKAR")))
 
 
-WHEEL, SOURCES = "tinyopenfold-2.0.0-py3-none-any.whl", "tinyopenfold-2.0.0.tar.gz"
+NAMED = f"tinyopenfold-{fusion_lab.__version__}"
+WHEEL, SOURCES = f"{NAMED}-py3-none-any.whl", f"{NAMED}.tar.gz"
 BUILD_SOURCES = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 
@@ -82,20 +87,22 @@ def needs(requirement):
 def test_the_wheel_says_what_it_is(site):
     """What an index asks for, and that all files which are no modules are in it."""
     about = email.message_from_string(next(site.glob("*.dist-info/METADATA")).read_text(encoding="utf-8"))
-    assert (about["Name"], about["Version"], about["Requires-Python"]) == ("tinyopenfold", "2.0.0", ">=3.10")
+    assert (about["Name"], about["Version"], about["Requires-Python"]) == (
+        "tinyopenfold", fusion_lab.__version__, ">=3.10")
     assert about["Description-Content-Type"] == "text/markdown"
     assert about.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
     asked = re.sub(" *#.*", "", (ROOT / "requirements.txt").read_text()).splitlines()
     assert [needs(line) for line in about.get_all("Requires-Dist")
             if "extra" not in line] == [needs(line) for line in asked if line]
     for name in ("tiny_openfold/models/families.pt", "tiny_openfold/models/README.md",
-                 "fusion_lab/kernels/tiles.json"):
+                 "fusion_lab/kernels/tiles.json", "fusion_lab/kernels/__init__.pyi", "fusion_lab/py.typed",
+                 "tiny_openfold/py.typed", "tiny_openfold_v2-stubs/__init__.pyi"):
         assert (site / name).read_bytes() == (ROOT / name).read_bytes()
     modules = {str(file.relative_to(ROOT)) for package in ("fusion_lab", "tiny_openfold")
                for file in (ROOT / package).rglob("*.py")}
     assert modules <= {str(file.relative_to(site)) for file in site.rglob("*.py")}
     assert {path.name for path in site.iterdir() if path.is_dir()} - {"bin", "__pycache__"} == {
-        "fusion_lab", "tiny_openfold", "tinyopenfold-2.0.0.dist-info"}
+        "fusion_lab", "tiny_openfold", "tiny_openfold_v2-stubs", f"{NAMED}.dist-info"}
     assert next(site.glob("*.dist-info/licenses/LICENSE"), None) or next(site.glob("*.dist-info/LICENSE"))
 
 
@@ -129,3 +136,13 @@ def test_kernels_alone_need_torch_and_triton(site, tmp_path):
     asked, loaded = (line.split() for line in done.stdout.splitlines())
     assert set(asked) == {"fusion_lab", "torch", "triton"}
     assert len(loaded) > 30 and all(name.startswith("fusion_lab.kernels") for name in loaded)
+
+
+def test_the_stubs_know_every_size_and_switch():
+    stubs = ast.parse((ROOT / "tiny_openfold_v2-stubs" / "__init__.pyi").read_text(encoding="utf-8"))
+    named = {node.name: node for node in stubs.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    for name, node in named.items():
+        kind = getattr(tiny_openfold_v2, name, None)
+        if dataclasses.is_dataclass(kind):
+            assert [line.target.id for line in node.body] == list(kind.__annotations__)
+        assert kind is not None or name == "__getattr__"

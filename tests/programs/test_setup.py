@@ -64,7 +64,7 @@ PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.p
             *(f"companions/{path.name}" for path in sorted(ROOT.glob("companions/*.py"))
               if "files.quiet(" in path.read_text(encoding="utf-8"))]  # as every program begins
 ON_THEIR_OWN = ("profile_summary.py", "companions/fusion_patterns.py")  # hand nothing on to the trainer
-ON_ITS_SITE = ("../../issues",)  # relative to a page on the site that hosts the repository
+ON_ITS_SITE = ("../../issues", "../../security")  # relative to a page on the site that hosts the repository
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")  # not the --enable- of --enable-X
 FOREIGN = {"--index-url", "--msa-only",  # of pip and ColabFold; of AMD's:
            "--experimental", "--kernel-rename", "--list-avail", "--list-torch-operators", "--set",
@@ -96,7 +96,8 @@ def anchors(page):
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, *sorted((ROOT / "tiny_openfold").rglob("*.md")),
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md",
+             *sorted((ROOT / "tiny_openfold").rglob("*.md")),
              *sorted((ROOT / "benchmarks").rglob("*.md"))],
     ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
@@ -134,6 +135,14 @@ def test_flags_and_programs_exist(page, flags):
             own, _, trainers = words.partition(" -- ")  # what a program hands on
             assert set(FLAG.findall(own)) <= flags[program], f"{page.name}: {command}"
             assert set(FLAG.findall(trainers)) <= flags["tiny_openfold_v2.py"], f"{page.name}: {command}"
+
+
+def test_ci_runs_both_ends_of_what_is_asked_for():
+    text = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    (oldest, beyond), = re.findall(r"torch>=2\.(\d+)\S*,<2\.(\d+)", (ROOT / "requirements.txt").read_text())
+    tried = {int(minor) for minor in re.findall(r'torch: "2\.(\d+)"', text)}
+    assert (min(tried), max(tried)) == (int(oldest), int(beyond) - 1)
+    assert 'python: "3.10"' in text  # as pyproject.toml says
 
 
 def test_readme_is_short_and_its_example_runs(tmp_path):

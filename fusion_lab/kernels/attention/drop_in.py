@@ -4,6 +4,7 @@ From Python a plan says once what follows from shapes, strides and dtypes, and s
 first. Under torch.compile, fake tensors or a counter operator.row_attention() runs instead.
 """
 import torch
+from torch import Tensor
 
 from fusion_lab.kernels.attention import bias_gradient
 from fusion_lab.kernels.attention import operator as attention
@@ -110,7 +111,9 @@ def plain(q, k, v, bias, mask, scale):
     return torch.where(present.any(-1, keepdim=True), out, out.detach())  # no gradient from empty rows
 
 
-def triangle_attention(q, k, v, bias, mask=None, scale=None, return_aux=False, *, kv_lengths=None):
+def triangle_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None,
+                       scale: float | None = None, return_aux: bool = False, *,
+                       kv_lengths: Tensor | None = None) -> Tensor:
     """cuEquivariance's function of this name: softmax(scale q k^T + bias, masked) v.
 
     q (B, N, H, Q, D); k, v (B, N, H, K, D); bias (B, 1, H, Q, K); mask (B, N, 1, 1, K), True = present, or

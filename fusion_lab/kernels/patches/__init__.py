@@ -55,18 +55,18 @@ class Patch:
 
     def __init__(self, forwards):
         self.forwards = forwards
-        self.layers = [forward.layer for forward in forwards]
+        self.layers: list[nn.Module] = [forward.layer for forward in forwards]
 
-    def undo(self):
+    def undo(self) -> None:
         """Give every layer its own forward back; a second time does nothing."""
         for forward in self.forwards:
             if vars(forward.layer).get("forward") is forward:
                 del forward.layer.forward
 
-    def __enter__(self):
+    def __enter__(self) -> "Patch":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 
@@ -99,7 +99,7 @@ def check(layer, read):
         raise ValueError(f"{name} has {unknown[0]!r}: another release than is known here")
 
 
-def patch(model, smallest=0):
+def patch(model: nn.Module, smallest: int = 0) -> Patch:
     """Put our kernels into every triangle layer within a model; returns a Patch.
 
     smallest: residues below which a layer keeps its own forward. Where a call does not fit the kernels (a

@@ -4,6 +4,7 @@ From Python a plan says once what follows from shapes, strides and dtypes. Where
 it is operator.triangle_multiplication().
 """
 import torch
+from torch import Tensor
 
 from fusion_lab.kernels.common import check_device, check_shapes, multiplies, shared_dtype
 from fusion_lab.kernels.eager import as_given, planned, say_plain, watched
@@ -13,6 +14,7 @@ from fusion_lab.kernels.reductions import sums
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
 
 NAME = "triangle_multiplicative_update"
+Given = Tensor | None
 WEIGHTS = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight", "g_in_bias",
            "norm_out_weight", "norm_out_bias", "p_out_weight", "p_out_bias", "g_out_weight", "g_out_bias")
 
@@ -125,10 +127,12 @@ def by_whole_function(function, x, mask, weights, *settings):
     return function(pair, *parameters, mask, *settings).view(x.shape)
 
 
-def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_weight=None, norm_in_bias=None,
-                                   p_in_weight=None, p_in_bias=None, g_in_weight=None, g_in_bias=None,
-                                   norm_out_weight=None, norm_out_bias=None, p_out_weight=None,
-                                   p_out_bias=None, g_out_weight=None, g_out_bias=None, eps=1e-5):
+def triangle_multiplicative_update(
+        x: Tensor, direction: str = "outgoing", mask: Given = None, norm_in_weight: Given = None,
+        norm_in_bias: Given = None, p_in_weight: Given = None, p_in_bias: Given = None,
+        g_in_weight: Given = None, g_in_bias: Given = None, norm_out_weight: Given = None,
+        norm_out_bias: Given = None, p_out_weight: Given = None, p_out_bias: Given = None,
+        g_out_weight: Given = None, g_out_bias: Given = None, eps: float = 1e-5) -> Tensor:
     """cuEquivariance's function of this name: the update of x (B, N, N, D) or (N, N, D), without residual.
 
     mask (B, N, N) or (N, N), 1 = present; p_in_weight, g_in_weight (2 D, D): left, then right; p_out_weight,
