@@ -126,9 +126,9 @@ from fusion_lab.training.checkpoints import claim_outputs, out_of_patience, pres
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.evaluations import evaluate
 from fusion_lab.training.feeding import batches
-from fusion_lab.training.files import StopRequest
+from fusion_lab.training.files import StopRequest, exit_code
 from fusion_lab.training.machine import choose_device, process_settings, require_memory
-from fusion_lab.training.master_weights import master_weights
+from fusion_lab.training.master_weights import optimized_weights
 from fusion_lab.training.models import begin_from_files
 from tiny_openfold.proteins import batches as proteins
 from tiny_openfold.proteins import coevolution, contacts, fast_evoformer, fold_prediction, prediction
@@ -593,42 +593,40 @@ class TinyOpenFoldV2(nn.Module, Evoformer):
 
 
 class Trainer:
-    """A model with its optimizer and gradient scaler: the state of a run, and one step of it. Whoever makes
-    one calls process_settings() first."""
+    """The state of a run, which a checkpoint holds, and one step of it. Whoever makes one calls
+    process_settings() first."""
 
     def __init__(self, program, settings, device, world=distributed.ALONE):
         self.program, self.settings, self.device, self.world = program, settings, device, world
         self.training, fusion = settings.training, settings.fusion
+        self.amp_dtype = amp_dtype(self.training, device)  # None without --use-amp
         torch.manual_seed(self.training.seed)
         self.model = program.model(settings.model, fusion).to(device)
-        world.reseed(self.training.seed)
-        self.amp_dtype = amp_dtype(self.training, device)
-        self.use_graph = fusion.enable_cuda_graphs and device.type == "cuda"
-        low = self.amp_dtype if fusion.enable_master_weights else None
-        self.masters = master_weights(self.model, low, world, fusion.enable_triton_adamw)
-        self.updated = [self.masters.flat] if self.masters else list(self.weights.values())
-        self.optimizer = recipe.optimizer(self.updated, self.training, self.masters, self.use_graph)
-        self.average = recipe.average(self.updated, self.training.ema_decay)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
-        self.graph, self.gradient_norm = None, torch.zeros((), device=device)
-        self.step_number, self.trained_on, self.chosen_by = 0, set(), set()  # names: learned from, and chose
-        self.sequences = {}  # of what was learned from, by which its relatives are found
-        self.best = dict(score=None, step=None, since=0)  # evaluation, and how many came after it
+        world.reseed(self.training.seed)  # the same weights on all ranks, but other dropout
 
-    @property
-    def weights(self):
-        """{parameter name: what the optimizer updates}"""
-        return self.masters.views(self.masters.flat) if self.masters else dict(self.model.named_parameters())
+        # What the optimizer updates: the model's parameters or, in float32, masters of low-precision ones
+        low = self.amp_dtype if fusion.enable_master_weights else None
+        self.autocasts = self.amp_dtype is not None and low is None
+        self.weights = optimized_weights(self.model, low, world, fusion.enable_triton_adamw)
+        self.use_graph, self.graph = fusion.enable_cuda_graphs and device.type == "cuda", None
+        self.optimizer = recipe.optimizer(self.weights, self.training, self.use_graph)
+        self.average = recipe.average(self.weights, self.training.ema_decay)  # None without --ema-decay
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
+        self.gradient_norm = torch.zeros((), device=device)  # of the last step, before clipping
+
+        # What a run has seen, so that no later one claims otherwise
+        self.step_number, self.best = 0, dict(score=None, step=None, since=0)  # since: evaluations after it
+        self.trained_on, self.chosen_by = set(), set()  # names of proteins, say
+        self.sequences = {}  # of what was learned from, by which its relatives are found
 
     def forward(self, batch, only_loss=False):
         """The model's output for a batch, or as much of it as a training step needs."""
-        cast = self.amp_dtype is not None and not (self.masters and self.masters.low.dtype == self.amp_dtype)
-        with torch.autocast(self.device.type, self.amp_dtype, enabled=cast):
+        with torch.autocast(self.device.type, self.amp_dtype, enabled=self.autocasts):
             return (self.model.for_loss if only_loss else self.model)(**batch)
 
     def step(self, batch, mark=lambda: None):
         """One optimizer step; returns the loss, still on the device. mark() is called after each phase:
-        forward, backward, and what comes after; a graph has but one."""
+        forward, backward, optimizer; of a CUDA graph the first one has all of the time."""
         recipe.set_learning_rate(self.optimizer, recipe.learning_rate(self.training, self.step_number))
         loss = self.graphed_step(batch, mark) if self.use_graph else self.eager_step(batch, mark)
         if self.average:
@@ -641,58 +639,46 @@ class Trainer:
             with self.preserved():
                 self.graph = GraphedStep(self.eager_step, batch, self.device)
         loss = self.graph(batch)
-        for _ in ("forward", "backward"):  # the first has all of the graph's time
+        for _ in ("forward", "backward"):
             mark()
         return loss
 
     def eager_step(self, batch, mark=lambda: None):
-        weight = self.world.weight(self.model, batch)
-        loss = self.world.share(self.forward(batch, only_loss=True), weight)
+        share = self.world.weight(self.model, batch)
+        loss = self.world.share(self.forward(batch, only_loss=True), share)
         mark()
         self.scaler.scale(loss).backward()
         mark()
-        if self.masters:
-            self.masters.take_gradients()
+        self.weights.take_gradients()
         loss = loss.detach()
-        self.world.add_up([loss, *(p.grad for p in self.updated if p.grad is not None)])
+        self.world.add_up([loss, *(w.grad for w in self.weights.tensors if w.grad is not None)])
         self.scaler.unscale_(self.optimizer)
-        limit = self.training.grad_clip
-        self.gradient_norm.copy_(self.masters.clip(limit) if self.masters else
-                                 torch.nn.utils.clip_grad_norm_(self.updated, limit))
+        self.gradient_norm.copy_(self.weights.clip(self.training.grad_clip))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.masters:
-            self.masters.after_step()
+        self.weights.after_step()
         return loss.clone()  # CUDA graphs of torch.compile's own overwrite what they returned
-
-    def publish(self):
-        """Let the model see what the optimizer updates."""
-        if self.masters:
-            self.masters.publish()
 
     def averaged(self):
         """Within, the model has the weights to be evaluated: averaged ones, if there are."""
-        return self.average.swapped_in(self.publish) if self.average else contextlib.nullcontext()
+        return self.average.swapped_in() if self.average else contextlib.nullcontext()
 
     def preserved(self):
         """Whatever runs within leaves weights, optimizer, scaler and random numbers as they were."""
         return preserving(self)
 
 
-def due(every, done):
-    """Whether something that is done every so many steps, or never (None), is done after this one."""
-    return every is not None and done % every == 0
-
-
 def run_steps(trainer, source, profiling, found, metrics, stop):
     """Steps up to --num-steps, until a signal, or until --early-stopping has had enough; found is what
     warm_up() measured. Returns (losses, (steps, 4) seconds by phase)."""
     training, world, losses = trainer.training, trainer.world, []
+    intervals = dict(log=training.log_every, evaluate=training.eval_every, save=training.save_every)
     timer = PhaseTimer(trainer.device, PHASES, profiling.enter, profiling.leave)
     steps = range(trainer.step_number, training.num_steps)
     supply = batches(source, steps, trainer.device, world)  # each is made while the step before it runs
-    with tqdm(total=len(steps), disable=not world.first or None, unit="step", leave=False) as bar:
+    silent = None if world.first else True  # None: wherever stderr is no terminal
+    with tqdm(total=len(steps), disable=silent, unit="step", leave=False) as bar:
         say = partial(bar.write, file=sys.stdout)
         for done in range(steps.start + 1, steps.stop + 1):
             timer.start()
@@ -703,25 +689,23 @@ def run_steps(trainer, source, profiling, found, metrics, stop):
             metrics.step(done, losses[-1], trainer)
             profiling.step()
             bar.update()
-            last = done == steps.stop
-            log, keep, look = (last or due(every, done) for every in
-                               (training.log_every, training.save_every, training.eval_every))
-            # One process stops after any step. Several must stop after the same one, so they ask each other
-            # at the steps at which all look; a signal that comes later waits for the next such step.
-            if not (log or keep or look or world.size == 1 and stop.signal):
-                continue  # without waiting for the GPU
-            asked = world.any(stop.signal)
-            metrics.flush()  # before a checkpoint knows of these steps
+
+            due = {what for what, every in intervals.items() if every and done % every == 0}
+            if done == steps.stop:
+                due = {"log", "save"}  # train() evaluates the end
+            # One process stops after any step; several wait for a step after which all look
+            if not due and not (stop.signal and world.size == 1):
+                continue  # the host runs ahead of the GPU
+
+            metrics.flush()  # waits for the GPU; a checkpoint knows no step that the metrics lack
             reporting.require_finite(losses[-1], done)  # before it is saved
-            if log or asked:
-                memory = peak_megabytes(trainer.device, found)
-                say(reporting.step_line(trainer, losses[-1], timer, memory))
-            if look and not (last or asked):  # train() evaluates the end
+            if "log" in due or stop.signal:
+                say(reporting.step_line(trainer, losses[-1], timer, peak_megabytes(trainer.device, found)))
+            if "evaluate" in due:
                 with profiling.paused(), unmeasured_memory(trainer.device, found):
                     evaluate(trainer, source, metrics, stop, say)
-                asked = world.any(stop.signal)
-            ending = last or asked or out_of_patience(trainer)
-            if training.save_checkpoint and (keep or ending):
+            ending = world.signal(stop) or out_of_patience(trainer)
+            if training.save_checkpoint and ("save" in due or ending):
                 save(trainer, training.save_checkpoint)
             if ending:
                 break
@@ -730,37 +714,38 @@ def run_steps(trainer, source, profiling, found, metrics, stop):
 
 def train(program, settings, compare_with=None):
     """A training run from its start-up lines to its summary; returns its exit code."""
-    earlier = summary.read_summary(compare_with) if compare_with else None  # told now, not after the training
+    # Whatever can be refused is refused before the first step
+    earlier = summary.read_summary(compare_with) if compare_with else None
     training, device = settings.training, choose_device(settings.training.device)
     process_settings(settings, device)
     require_memory(program, device, settings)
     world = distributed.begin(device)
     source = program.data(settings.having(batch_size=training.batch_size * world.size))  # of all ranks
     trainer = program.trainer(program, settings, device, world)
-    begin_from_files(trainer, source)
+    begin_from_files(trainer, source)  # --resume, --init-from
     world.from_first(lambda: claim_outputs(trainer, of_resumed_run(trainer)))
+
     reporting.describe_start(trainer, source)
     with StopRequest(patient=world.size > 1) as stop:
         found = warm_up(trainer, source, stop)
         metrics, left = Metrics(trainer), training.num_steps - trainer.step_number
-        watched = settings.profiler if world.first else ProfilerConfig()
-        with Profiling(watched, device, trainer.model.sublayers(), found, left) as profiling:
+        recorded = settings.profiler if world.first else ProfilerConfig()
+        with Profiling(recorded, device, trainer.model.sublayers(), found, left) as profiling:
             losses, times = run_steps(trainer, source, profiling, found, metrics, stop)
+
         result = summary.summarise(trainer, found, losses, profiling.undisturbed(times))
         path = summary.write(trainer, result)  # before anything that can fail
-        asked = world.any(stop.signal)
-        if not asked:
-            evaluate(trainer, source, metrics, stop, print, final=True)
-            asked = stop.signal
+        evaluate(trainer, source, metrics, stop, print, final=True)
+        signal = world.signal(stop)
         summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
         peak = result["performance_summary"]["peak_memory_mb"]
         analysis = write_analysis(trainer, found, times, peak, profiling)
-        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], asked)
+        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], signal)
         if world.first:
             with trainer.averaged():
-                source.finish(trainer, metrics.by_step)
+                source.finish(trainer, metrics.by_step)  # last words and pictures
     summary.print_summary(result, path, settings)
-    return 128 + asked if asked else 0
+    return 128 + signal if signal else 0
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -794,7 +779,7 @@ def run(argv=None, program=PROGRAM):
 
 def main(argv=None, program=PROGRAM):
     """run(), with every expected failure as one line on stderr; returns the exit code."""
-    return distributed.exit_code(partial(run, program=program), argv, program.name)
+    return distributed.leave(lambda: exit_code(partial(run, program=program), argv, program.name))
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def operations_are_seen(trainer):
 def count_a_step(trainer, batch, found):
     """Add to Findings what a step's operations on a CPU say, while it runs."""
     model = trainer.model
-    held = [*{*model.parameters(), *trainer.updated}, *model.buffers(), *batch.values(),
-            *(trainer.average.weights if trainer.average else ()),
+    held = [*{*model.parameters(), *trainer.weights.tensors}, *model.buffers(), *batch.values(),
+            *(trainer.average.tensors if trainer.average else ()),
             *(t for state in trainer.optimizer.state.values() for t in state.values())]
     with OpCounter() as counter, contextlib.ExitStack() as forward:
         found.saved = forward.enter_context(counting_saved(model, model.sublayers()))
@@ -100,7 +100,7 @@ def warm_up(trainer, source, stop=None):
           f"{'; the first step compiles, which takes a minute or two' if compiling else ''}", flush=True)
     with trainer.preserved():
         for _ in range(steps):
-            if stop and trainer.world.any(stop.signal) is not None:
+            if stop and trainer.world.signal(stop):
                 break
             started = time.perf_counter()
             trainer.step(batch).item()

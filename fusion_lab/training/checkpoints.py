@@ -21,6 +21,7 @@ from fusion_lab.training.options import flag, spelled
 # Fields that may differ between a run and its continuation without a word.
 OF_A_SESSION = ("num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every",
                 "save_best", "early_stopping", "resume", "init_from", "device")
+MOMENTS = "exp_avg", "exp_avg_sq"  # of AdamW
 
 
 def format_of(program):
@@ -42,11 +43,8 @@ def unpacked(model, tensors):
 
 def optimizer_state(trainer, kind):
     """{parameter name: its tensor of this kind in the optimizer}, zeros where there was no gradient yet."""
-    state = trainer.optimizer.state
-    if trainer.masters and state:
-        return trainer.masters.views(state[trainer.masters.flat][kind])
-    return {name: state[p][kind] if p in state else torch.zeros_like(p)
-            for name, p in trainer.weights.items()}
+    state, weights = trainer.optimizer.state, trainer.weights
+    return weights.named([state[p][kind] if p in state else torch.zeros_like(p) for p in weights.tensors])
 
 
 # --- Writing ------------------------------------------------------------------------------------------------
@@ -54,12 +52,12 @@ def optimizer_state(trainer, kind):
 
 def snapshot(trainer):
     """Everything a run needs to continue. Raises UserError if a weight or a moment is not finite."""
-    state, average = trainer.optimizer.state, trainer.average
-    kinds = {"model": trainer.weights, **{kind: optimizer_state(trainer, kind)
-                                          for kind in (("exp_avg", "exp_avg_sq") if state else ())}}
+    state, average, weights = trainer.optimizer.state, trainer.average, trainer.weights
+    kinds = {"model": weights.named(weights.tensors)}
+    if state:
+        kinds |= {kind: optimizer_state(trainer, kind) for kind in MOMENTS}
     if average:
-        kinds["average"] = trainer.masters.views(average.weights[0]) if trainer.masters else dict(
-            zip(trainer.weights, average.weights, strict=True))
+        kinds["average"] = weights.named(average.tensors)
     kinds = {kind: unpacked(trainer.model, {name: tensor.detach() for name, tensor in tensors.items()})
              for kind, tensors in kinds.items()}
     for kind, tensors in kinds.items():
@@ -71,7 +69,7 @@ def snapshot(trainer):
     updates = next((s["step"].item() for s in state.values()), 0.0)  # a scaler skips some
     return dict(format=format_of(trainer.program), config=asdict(trainer.settings.model),
                 training=dict(asdict(trainer.training), ranks=trainer.world.size), step=trainer.step_number,
-                moments={kind: kinds.pop(kind) for kind in ("exp_avg", "exp_avg_sq") if kind in kinds},
+                moments={kind: kinds.pop(kind) for kind in MOMENTS if kind in kinds},
                 updates=updates, scaler=trainer.scaler.state_dict(), rng=rng, best=dict(trainer.best),
                 averaged_steps=average.steps if average else 0, gradient_norm=trainer.gradient_norm.item(),
                 trained_on=sorted(trainer.trained_on), sequences=trainer.sequences,
@@ -186,28 +184,18 @@ def refuse_other_sizes(made, config, what):
 
 
 def packed(trainer, tensors):
-    """Tensors by unpacked names -> a list in the form of trainer.updated. Raises KeyError, ValueError and
-    RuntimeError where they are not this model's, or not finite."""
-    tensors = dict(tensors)
+    """Tensors by unpacked names -> a list in the form of trainer.weights.tensors. Raises KeyError, ValueError
+    and RuntimeError where they are not this model's, or not finite."""
+    tensors, parameters = dict(tensors), trainer.weights.parameters
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise ValueError("not finite")
     for module, prefix in packings(trainer.model):
         module.adapt(tensors, prefix)
-    if tensors.keys() != trainer.weights.keys():
-        raise KeyError(next(iter(tensors.keys() ^ trainer.weights.keys())))
-    if any(tensors[name].shape != weight.shape for name, weight in trainer.weights.items()):
+    if tensors.keys() != parameters.keys():
+        raise KeyError(next(iter(tensors.keys() ^ parameters.keys())))
+    if any(tensors[name].shape != parameter.shape for name, parameter in parameters.items()):
         raise ValueError("other shapes")
-    if trainer.masters:
-        flat = trainer.masters.flat
-        return [trainer.masters.join(tensors, torch.zeros_like(flat))]
-    return [tensors[name] for name in trainer.weights]
-
-
-def put(trainer, tensors):
-    """Make tensors by unpacked names the weights; all that belongs to a captured graph stays in place."""
-    with torch.no_grad():
-        torch._foreach_copy_(trainer.updated, packed(trainer, tensors))
-    trainer.publish()
+    return trainer.weights.listed(tensors)
 
 
 def restore(trainer, path):
@@ -215,16 +203,16 @@ def restore(trainer, path):
     read_checkpoint."""
     saved = read_checkpoint(path, trainer.program, trainer.settings.model)
     try:
-        put(trainer, saved["model"])
+        trainer.weights.put(packed(trainer, saved["model"]))
         if trainer.average:
             trainer.average.steps = saved.get("averaged_steps", 0)
             kept = packed(trainer, saved.get("average", saved["model"]))
-            torch._foreach_copy_(trainer.average.weights, kept)
+            torch._foreach_copy_(trainer.average.tensors, kept)
         state, moments = trainer.optimizer.state_dict(), dict(saved["moments"])
-        moments = {kind: packed(trainer, moments[kind]) for kind in ("exp_avg", "exp_avg_sq") if moments}
+        moments = {kind: packed(trainer, moments[kind]) for kind in MOMENTS if moments}
         state["state"] = {i: dict(step=torch.tensor(saved["updates"]),
                                   **{kind: tensors[i] for kind, tensors in moments.items()})
-                          for i in range(len(trainer.updated))} if moments else {}
+                          for i in range(len(trainer.weights.tensors))} if moments else {}
         trainer.optimizer.load_state_dict(state)
         if saved["scaler"]:
             trainer.scaler.load_state_dict(saved["scaler"])
@@ -285,7 +273,8 @@ def refuse_leaks(saved, source, flag):
 def preserving(trainer):
     """Whatever runs within leaves weights, their average, optimizer, scaler and random numbers as they
     were. The copies lie on the host: a CUDA graph is captured within, and its peak is without them."""
-    kept = [*trainer.updated, *(trainer.average.weights if trainer.average else ()), trainer.gradient_norm]
+    averaged = trainer.average.tensors if trainer.average else ()
+    kept = [*trainer.weights.tensors, *averaged, trainer.gradient_norm]
     copies = [p.detach().to("cpu", copy=True) for p in kept]
     moments = {p: {key: tensor.to("cpu", copy=True) for key, tensor in state.items()}
                for p, state in trainer.optimizer.state.items()}
@@ -301,5 +290,5 @@ def preserving(trainer):
                     tensor.copy_(moments[p][key]) if p in moments else tensor.zero_()
         if trainer.average:
             trainer.average.steps = averaged_steps
-        trainer.publish()
+        trainer.weights.publish()
         trainer.scaler.load_state_dict(scaler)

@@ -6,31 +6,30 @@ is ALONE: it has one rank, and nothing is sent.
 """
 import os
 import pickle
-import re
 import sys
 import time
 import traceback
 from datetime import timedelta
-from functools import partial
 
 import numpy as np
 import torch
 
-from fusion_lab.training import files, torchrun
-from fusion_lab.training.files import FAILED, UserError
+from fusion_lab.training import torchrun
+from fusion_lab.training.files import FAILED, UserError, drop_output
 
 TIME_LIMIT = 600  # s for which a rank waits for the others
 
 
 class World:
-    """The ranks of a run, and which of them this process is."""
+    """The ranks of a run, and which of them this process is. Each has samples of its own; their losses and
+    gradients are added up, so that all make the same step. What needs all ranks all call, or none."""
 
     def __init__(self, rank=0, size=1, device=None):
-        self.rank, self.size, self.device, self.asked = rank, size, device, 0
+        self.rank, self.size, self.device, self.messages = rank, size, device, 0
         self.first = rank == 0  # the rank that prints and writes
 
     def weight(self, model, batch):
-        """What this rank's loss, or each summand of it, weighs in that of all samples."""
+        """What this rank's loss, or each summand of it, weighs in the loss of all samples."""
         if self.size == 1:
             return 1
         counts = model.loss_counts(**batch)  # before the forward pass, when ranks wait least for each other
@@ -54,22 +53,24 @@ class World:
             sums = joined.split([tensor.numel() for tensor in tensors])
             torch._foreach_copy_(tensors, [s.view_as(t) for s, t in zip(sums, tensors, strict=True)])
 
-    def any(self, wish):
-        """The largest of the ranks' wishes, which are numbers or None; None where nobody has one. The host
-        waits for the GPU."""
+    def signal(self, stop):
+        """The signal that any rank was sent, or None. Afterwards the StopRequest of each knows of it, so that
+        all end after the same step. The host waits for the GPU."""
         if self.size == 1:
-            return wish
-        wishes = torch.tensor(wish or 0, device=self.device)
-        torch.distributed.all_reduce(wishes, op=torch.distributed.ReduceOp.MAX)
-        return wishes.item() or None
+            return stop.signal
+        sent = torch.tensor(stop.signal or 0, device=self.device)
+        torch.distributed.all_reduce(sent, op=torch.distributed.ReduceOp.MAX)
+        if agreed := sent.item():
+            stop.signal = agreed
+        return agreed or None
 
     def from_first(self, make):
         """What make() returns in the first rank. The others wait without a time limit, because that may be a
         long evaluation."""
         if self.size == 1:
             return make()
-        self.asked += 1
-        store, key = torch.distributed.distributed_c10d._get_default_store(), f"from the first {self.asked}"
+        self.messages += 1
+        store, key = torch.distributed.distributed_c10d._get_default_store(), f"from_first {self.messages}"
         if self.first:
             store.set(key, pickle.dumps(made := make()))
             return made
@@ -88,10 +89,13 @@ ALONE = World()
 
 
 def begin(device):
-    """Meet the other ranks, if torchrun started any; returns the World. Raises UserError."""
+    """Meet the other ranks, if torchrun started any; returns the World. Only the first rank prints from here
+    on, but all say why they end, because torchrun may end the first before it can. Raises UserError."""
     place = torchrun.place()
     if place.size == 1:
         return ALONE
+    if place.rank:
+        drop_output()
     backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     try:
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=TIME_LIMIT), device_id=own)
@@ -101,28 +105,16 @@ def begin(device):
     return World(place.rank, place.size, device)
 
 
-def exit_code(run, argv, program):
-    """files.exit_code(), also for one of several ranks. The first one prints results; all say why they end,
-    because torchrun may end the first before it can. They end here: NCCL would wait for captured graphs."""
+def leave(run):
+    """run() -> exit code. One of several ranks ends here, whatever happens: at Python's own end NCCL would
+    wait for captured graphs."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        return files.exit_code(run, argv, program)
-    if not torchrun.first():
-        files.drop_output()
+        return run()
     try:
-        code = files.exit_code(partial(beside_others, run), argv, program)
+        code = run()
     except Exception:
         traceback.print_exc()
         code = FAILED
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def beside_others(run, argv):
-    """run(argv), where it is no failure of this rank's own that the others are gone."""
-    try:
-        return run(argv)
-    except RuntimeError as error:
-        if re.search("gloo|nccl", str(error), re.IGNORECASE):
-            raise UserError(f"a rank lost the others: {str(error).splitlines()[0][:200]}", FAILED) from None
-        raise

@@ -35,13 +35,13 @@ def own_random_numbers(device):
 
 def evaluate(trainer, source, metrics, stop, say, final=False):
     """Evaluate the weights of this step, averaged if they are, and say(a line). What is better than all
-    before goes into --save-best. A signal ends it early; then it counts for nothing."""
+    before goes into --save-best. A signal prevents it, or ends it early; then it counts for nothing."""
     with trainer.averaged(), own_random_numbers(trainer.device):
-        found, asked = trainer.world.from_first(
-            lambda: (source.evaluate(trainer, stop, final), stop.signal))
+        found, interrupted = trainer.world.from_first(
+            lambda: (None if stop.signal else source.evaluate(trainer, stop, final), stop.signal))
     if found is None:
         return
-    if asked:
+    if interrupted:
         return say(f"Interrupted in the evaluation after step {trainer.step_number}")
     say(found.line)
     metrics.evaluation(trainer.step_number, found, final)

@@ -250,21 +250,21 @@ def explain(error):
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" \
             or OUT_OF_MEMORY.search(str(error)):
         return "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp", FAILED
+    if re.search("gloo|nccl", str(error), re.IGNORECASE):
+        return f"a rank lost the others: {str(error).splitlines()[0][:200]}", FAILED
     if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
         return ("torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install triton)",
                 MISSING)
     return None, None
 
 
-def exit_code(run, argv, program, speaks=lambda code: True):
-    """What run(argv) returns. An expected failure is one line on stderr, if speaks(code), and its exit
-    code."""
+def exit_code(run, argv, program):
+    """What run(argv) returns, or the exit code of an expected failure, which is one line on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # letters that the terminal lacks
     try:
         code, lines = ending(run, argv)
-        if speaks(code):
-            say_why(program, lines)
+        say_why(program, lines)
         return code
     finally:
         release()

@@ -1,4 +1,4 @@
-"""Low-precision weights with float32 masters, each kind in one flat tensor."""
+"""A model's weights as its optimizer sees them: as they are, or float32 masters of low-precision ones."""
 import torch
 
 from fusion_lab.kernels.limits import HAS_TRITON
@@ -6,7 +6,47 @@ from fusion_lab.kernels.limits import HAS_TRITON
 ALIGNMENT = 64  # elements; GEMMs and compiled kernels want every weight to begin at a multiple of 16 bytes
 
 
-class MasterWeights:
+class Weights:
+    """The parameters of a model, which an optimizer updates as they are. `tensors` lists what it updates."""
+
+    def __init__(self, model):
+        self.parameters = dict(model.named_parameters())
+        self.tensors = list(self.parameters.values())
+
+    def named(self, tensors):
+        """{parameter name: what belongs to it} of tensors in the form of self.tensors."""
+        return dict(zip(self.parameters, tensors, strict=True))
+
+    def listed(self, named):
+        """The reverse."""
+        return [named[name] for name in self.parameters]
+
+    def optimizer(self, **options):
+        """AdamW for them."""
+        return torch.optim.AdamW(self.tensors, **options)
+
+    def take_gradients(self):
+        """After the backward pass: bring the gradients to self.tensors."""
+
+    def clip(self, limit):
+        """Scale the gradients down to this norm; returns the norm before."""
+        return torch.nn.utils.clip_grad_norm_(self.tensors, limit)
+
+    def publish(self):
+        """Let the model see what self.tensors hold."""
+
+    @torch.no_grad()
+    def put(self, tensors):
+        """Give self.tensors other values, in place: a captured graph knows them by their addresses."""
+        torch._foreach_copy_(self.tensors, tensors)
+        self.publish()
+
+    def after_step(self):
+        """The optimizer has made a step: let the model see it."""
+        self.publish()
+
+
+class MasterWeights(Weights):
     """Turns a model's parameters into views of one tensor of a lower precision; `flat` holds their float32
     originals, which the optimizer updates.
 
@@ -15,13 +55,13 @@ class MasterWeights:
     """
 
     def __init__(self, model, dtype):
-        self.parameters = dict(model.named_parameters())
+        super().__init__(model)
         sizes = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in self.parameters.values()]
         self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
         first = next(iter(self.parameters.values()))
         wide = torch.promote_types(first.dtype, torch.float32)
         self.flat = self.join(self.parameters, torch.zeros(sum(sizes), device=first.device, dtype=wide))
-        self.low = self.flat.to(dtype)
+        self.tensors, self.low = [self.flat], self.flat.to(dtype)
         for p, view in zip(self.parameters.values(), self.views(self.low).values(), strict=True):
             p.data = view
 
@@ -37,12 +77,13 @@ class MasterWeights:
             torch._foreach_copy_([views[name] for name in tensors], list(tensors.values()))
         return flat
 
-    def optimizer(self, **options):
-        """AdamW for them."""
-        return torch.optim.AdamW([self.flat], **options)
+    def named(self, tensors):
+        return self.views(*tensors)
+
+    def listed(self, named):
+        return [self.join(named, torch.zeros_like(self.flat))]
 
     def take_gradients(self):
-        """Move the gradients there are to flat.grad, in float32."""
         self.flat.grad = self.low_gradients().to(self.flat.dtype)
 
     def low_gradients(self):
@@ -58,17 +99,8 @@ class MasterWeights:
         pieces = (piece for own, gap in zip(gradients, gaps, strict=True) for piece in (*own, zeros[:gap]))
         return torch.cat([piece for piece in pieces if len(piece)])
 
-    def clip(self, limit):
-        """Scale flat.grad down to this norm; returns the norm before."""
-        return torch.nn.utils.clip_grad_norm_([self.flat], limit)
-
     def publish(self):
-        """Masters -> the model's own weights, in one kernel."""
-        self.low.copy_(self.flat)
-
-    def after_step(self):
-        """The optimizer has made a step: let the model see it."""
-        self.publish()
+        self.low.copy_(self.flat)  # one kernel for all
 
 
 class KernelMasters(MasterWeights):
@@ -116,10 +148,10 @@ class KernelMasters(MasterWeights):
         """The kernel has."""
 
 
-def master_weights(model, dtype, world, kernel):
-    """What fits a run: masters of weights in this dtype, or None; updated by a kernel if asked for and there
-    is one for them."""
+def optimized_weights(model, dtype, world, kernel):
+    """What fits a run: the parameters as they are, or masters of weights in this dtype, if any; updated by a
+    kernel if asked for and there is one for them."""
     weight = next(model.parameters())
     if dtype and kernel and HAS_TRITON and weight.is_cuda and weight.dtype == torch.float32:
         return KernelMasters(model, dtype, wide=world.size > 1 or dtype == torch.float16)
-    return MasterWeights(model, dtype) if dtype else None
+    return MasterWeights(model, dtype) if dtype else Weights(model)

@@ -71,8 +71,8 @@ def load_weights(trainer, path, source):
     saved = read_model(path, trainer.program)
     checkpoints.refuse_other_sizes(sizes(saved.config), trainer.settings.model, f"--init-from {path}")
     checkpoints.refuse_leaks(saved.card, source, f"--init-from {path}")
-    checkpoints.put(trainer, saved.weights)
-    trainer.average = recipe.average(trainer.updated, trainer.training.ema_decay)
+    trainer.weights.put(checkpoints.packed(trainer, saved.weights))
+    trainer.average = recipe.average(trainer.weights, trainer.training.ema_decay)
     trainer.trained_on, trainer.chosen_by = (set(saved.card.get(name) or ()) for name in
                                              ("trained_on", "chosen_by"))
     trainer.sequences = dict(saved.card.get("sequences") or {})

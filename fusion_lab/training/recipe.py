@@ -1,7 +1,6 @@
 """How a run learns beside its steps: the optimizer, its learning rate over time, and averaged weights."""
 import contextlib
 import math
-from functools import partial
 
 import torch
 
@@ -17,13 +16,11 @@ def learning_rate(training, step):
     return training.learning_rate * factor[training.lr_schedule]
 
 
-def optimizer(updated, training, masters, graphs):
-    """AdamW of the tensors `updated`: those of masters, if there are; a CUDA graph reads its rate from a
-    tensor."""
+def optimizer(weights, training, graphs):
+    """AdamW of the weights; a CUDA graph reads its rate from a tensor."""
     rate = training.learning_rate
-    rate = torch.tensor(rate, device=updated[0].device) if graphs else rate
-    make = masters.optimizer if masters else partial(torch.optim.AdamW, updated)
-    return make(lr=rate, fused=True, capturable=graphs, weight_decay=training.weight_decay)
+    rate = torch.tensor(rate, device=weights.tensors[0].device) if graphs else rate
+    return weights.optimizer(lr=rate, fused=True, capturable=graphs, weight_decay=training.weight_decay)
 
 
 def set_learning_rate(optimizer, rate):
@@ -35,9 +32,9 @@ def set_learning_rate(optimizer, rate):
             group["lr"] = rate
 
 
-def average(updated, decay):
-    """Average of the tensors that an optimizer updates, or None for a decay of 0."""
-    return Average(updated, decay) if decay else None
+def average(weights, decay):
+    """The Average of weights, or None for a decay of 0."""
+    return Average(weights, decay) if decay else None
 
 
 class Average:
@@ -45,27 +42,25 @@ class Average:
     evaluation uses and checkpoints hold. Its memory grows with the run up to --ema-decay: after t steps it is
     at most (1 + t) / (10 + t), so that the first weights do not linger."""
 
-    def __init__(self, updated, decay):
-        self.updated, self.decay, self.steps = updated, decay, 0
-        self.weights = [p.detach().clone() for p in updated]
+    def __init__(self, weights, decay):
+        self.weights, self.decay, self.steps = weights, decay, 0
+        self.tensors = self.copies()
+
+    def copies(self):
+        return [p.detach().clone() for p in self.weights.tensors]
 
     @torch.no_grad()
     def update(self):
         self.steps += 1
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
-        torch._foreach_lerp_(self.weights, [p.detach() for p in self.updated], 1 - decay)
+        torch._foreach_lerp_(self.tensors, [p.detach() for p in self.weights.tensors], 1 - decay)
 
     @contextlib.contextmanager
-    def swapped_in(self, publish):
-        """Within, the model has the averaged weights; publish() makes it see what is in `updated`."""
-        own = [p.detach().clone() for p in self.updated]
-        self.put(self.weights, publish)
+    def swapped_in(self):
+        """Within, the model has the averaged weights."""
+        own = self.copies()
+        self.weights.put(self.tensors)
         try:
             yield
         finally:
-            self.put(own, publish)
-
-    @torch.no_grad()
-    def put(self, weights, publish):
-        torch._foreach_copy_(self.updated, weights)
-        publish()
+            self.weights.put(own)

@@ -264,8 +264,8 @@ def test_a_checkpoint_of_one_optimizer_continues_with_the_other(kernel, monkeypa
             checkpoints.restore(trainer, tmp_path / "c.pt")
             assert trainer.step_number == 3
         trainer.step(source.batch(3))
-        assert trainer.optimizer.state[trainer.masters.flat]["step"] == 4
+        assert trainer.optimizer.state[trainer.weights.flat]["step"] == 4
         assert type(trainer.optimizer) is (adamw.AdamW if kernel != changes else torch.optim.AdamW)
-        weights.append([trainer.masters.flat, trainer.average.weights[0], trainer.gradient_norm])
+        weights.append([trainer.weights.flat, trainer.average.tensors[0], trainer.gradient_norm])
     for one, other in zip(*weights, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

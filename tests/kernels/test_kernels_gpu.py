@@ -339,7 +339,7 @@ def test_graphed_steps_with_selective_checkpointing_are_those_without():
         source = SyntheticProteins(given)
         losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
         peaks.append(trainer.graph.peak)
-        assert trainer.masters.joined.used
+        assert trainer.weights.joined.used
     assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
     assert peaks[1] < 0.85 * peaks[0]
 
@@ -367,12 +367,12 @@ def test_steps_with_the_kernel_for_adamw_are_those_without(graphs, amp):
     """Nearly: Adam divides a gradient by its own size, so a rounding in one that is next to nothing moves its
     weight by the learning rate."""
     found = [trained(5, adamw_trainer(kernel, amp, enable_cuda_graphs=graphs)) for kernel in (False, True)]
-    plain, ours = (trainer.masters.flat for trainer in found)
-    before = adamw_trainer(False, amp).masters.flat
+    plain, ours = (trainer.weights.flat for trainer in found)
+    before = adamw_trainer(False, amp).weights.flat
     assert (ours - plain).norm() < 0.1 * (plain - before).norm()
-    assert torch.equal(found[1].masters.low, ours.to(found[1].masters.low.dtype))
+    assert torch.equal(found[1].weights.low, ours.to(found[1].weights.low.dtype))
     assert found[0].gradient_norm.item() == pytest.approx(found[1].gradient_norm.item(), rel=0.05)
-    steps = [trainer.optimizer.state[trainer.masters.flat]["step"].item() for trainer in found]
+    steps = [trainer.optimizer.state[trainer.weights.flat]["step"].item() for trainer in found]
     assert steps[0] == steps[1] and (found[1].graph is not None) == graphs
 
 

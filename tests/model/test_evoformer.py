@@ -385,10 +385,10 @@ def test_master_weights_train_in_low_precision_and_pass_the_accuracy_rule():
     accuracy.shake(trainer.model)
     assert trainer.forward(batch)["pair_repr"].dtype == torch.bfloat16
     assert all(p.data_ptr() % 16 == 0 for p in trainer.model.parameters())  # as GEMMs want them
-    before = [w.clone() for w in trainer.weights.values()]
+    before = [w.clone() for w in trainer.weights.tensors]
     trainer.step(batch)  # steps of 1e-5 are lost in bfloat16, not in the masters
     assert all(w.dtype == torch.float32 and not torch.equal(w, b)
-               for w, b in zip(trainer.weights.values(), before, strict=True))
+               for w, b in zip(trainer.weights.tensors, before, strict=True))
 
 
 @pytest.mark.parametrize("amp", [None, "bfloat16"])

@@ -110,11 +110,11 @@ def test_a_graph_is_captured_once_and_marks_every_phase(monkeypatch):
         events.append("captured")
         return lambda inputs: events.append("replayed") or torch.tensor(2.5)
     monkeypatch.setattr(tof, "GraphedStep", captured)
-    before = [weight.detach().clone() for weight in trainer.updated]
+    before = [weight.detach().clone() for weight in trainer.weights.tensors]
     for _ in range(2):
         assert trainer.step(batch, lambda: events.append("mark")) == 2.5
     assert events == ["captured", *2 * ["replayed", *3 * ["mark"]]] and trainer.average.steps == 2
-    assert all(map(torch.equal, before, trainer.updated))
+    assert all(map(torch.equal, before, trainer.weights.tensors))
 
 
 def flags(tmp_path):

@@ -13,6 +13,7 @@ from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.metrics import read_metrics
 from fusion_lab.training import checkpoints
 from fusion_lab.training.evaluations import Evaluation
+from fusion_lab.training.master_weights import Weights
 from tests.model.test_layers import TINY, trainer_of
 from tests.support import last_json
 from tiny_openfold.proteins.batches import SyntheticProteins
@@ -42,7 +43,7 @@ def test_gradients_are_unscaled_then_clipped_to_the_norm(amp):
     norm = moments(loose, "exp_avg").norm().item()
     assert norm == pytest.approx(0.1 * loose.gradient_norm.item(), rel=1e-3)  # smaller ones stay
     assert loose.gradient_norm.item() == pytest.approx(trainer.gradient_norm.item())
-    assert all(w.grad is None for w in [*loose.updated, *loose.model.parameters()])
+    assert all(w.grad is None for w in [*loose.weights.tensors, *loose.model.parameters()])
 
 
 def test_one_step_is_adamw_with_the_given_learning_rate():
@@ -79,11 +80,11 @@ def test_an_overflow_in_float16_skips_the_step_and_halves_the_scale():
     trainer = trainer_of(use_amp=True, amp_dtype="float16")
     batch = SyntheticProteins(trainer.settings).batch(0)
     trainer.step(batch)
-    scale, before = trainer.scaler.get_scale(), trainer.weights["distogram_head.weight"].detach().clone()
+    scale, before = trainer.scaler.get_scale(), trainer.model.distogram_head.weight.detach().clone()
     trainer.model.distogram_head.weight.register_hook(lambda gradient: gradient * float("inf"))
     trainer.step(batch)
     assert trainer.scaler.get_scale() == scale / 2
-    assert torch.equal(trainer.weights["distogram_head.weight"], before)
+    assert torch.equal(trainer.model.distogram_head.weight, before)
 
 
 def test_a_trainer_passes_masks_on():
@@ -97,7 +98,7 @@ def test_a_trainer_passes_masks_on():
 
 def everything(trainer):
     state = trainer.optimizer.state_dict()["state"]
-    return [*(w.detach().clone() for w in trainer.updated), *(p.detach().clone() for p in
+    return [*(w.detach().clone() for w in trainer.weights.tensors), *(p.detach().clone() for p in
             trainer.model.parameters()), torch.get_rng_state(), torch.tensor(trainer.scaler.get_scale()),
             *(t.clone() for s in state.values() for t in s.values())]
 
@@ -126,10 +127,9 @@ def test_mixed_precision_is_autocast_and_low_weights_with_masters():
         trainer.model.blocks[0].pair_transition.linear2.register_forward_hook(
             lambda _, x, y, m=masters: dtypes.update({m: (y.dtype, torch.is_autocast_enabled("cpu"))}))
         trainer.step(SyntheticProteins(trainer.settings).batch(0))
-        assert (trainer.masters is not None) == masters
         assert next(trainer.model.parameters()).dtype == (torch.bfloat16 if masters else torch.float32)
     assert dtypes == {False: (torch.bfloat16, True), True: (torch.bfloat16, False)}
-    assert trainer_of(enable_master_weights=True).masters is None
+    assert type(trainer_of(enable_master_weights=True).weights) is Weights
 
 
 # --- Loop ----------------------------------------------------------------------------------------------

@@ -56,10 +56,10 @@ def test_a_first_step_counts_as_much_as_the_third(values):
     settings = SETTINGS.having(**values)
     trainer = tof.Trainer(tof.PROGRAM, settings, CPU)
     batch = tof.PROGRAM.data(settings).batch(0)
-    weights = [p.clone() for p in trainer.updated]
+    weights = [p.clone() for p in trainer.weights.tensors]
     with trainer.preserved():
         first = probing.probe(trainer, batch)
-    assert all(torch.equal(a, b) for a, b in zip(weights, trainer.updated, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights, trainer.weights.tensors, strict=True))
     assert not any(t.any() for state in trainer.optimizer.state.values() for t in state.values())
     for _ in range(2):
         trainer.step(batch)

@@ -37,12 +37,12 @@ def test_a_run_closes_with_averaged_weights(tmp_path, monkeypatch):
 
     class Closing(SyntheticProteins):
         def finish(self, trainer, evaluations):
-            seen.update(closing=trainer.updated[0].clone(), average=trainer.average.weights[0].clone())
-            seen["trainer"] = trainer
+            seen.update(trainer=trainer, closing=trainer.weights.tensors[0].clone(),
+                        average=trainer.average.tensors[0].clone())
     monkeypatch.setattr(tof.Metrics, "draw", lambda metrics: None)
     program = dataclasses.replace(tof.PROGRAM, data=Closing)
     flags = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --num-seqs 3 --seq-len 8 --batch-size 1 --num-steps 3 "
              "--warmup-steps 1 --ema-decay 0.9 --device cpu --learning-rate 0.1")
     assert tof.main([*flags.split(), "--profile-dir", str(tmp_path / "p")], program) == 0
     assert torch.equal(seen["closing"], seen["average"])
-    assert not torch.equal(seen["trainer"].updated[0], seen["average"])
+    assert not torch.equal(seen["trainer"].weights.tensors[0], seen["average"])

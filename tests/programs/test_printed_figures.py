@@ -113,7 +113,7 @@ def count(settings):
     found.forward, found.saved_mb = forward.by_place, sum(found.saved.values()) / MB
     given = storages(list(model.parameters()), list(model.buffers()), list(batch.values()),
                      [list(state.values()) for state in trainer.optimizer.state.values()],
-                     trainer.average.weights if trainer.average else [])
+                     trainer.average.tensors if trainer.average else [])
     with Count() as whole:
         trainer.step(batch)
     found.launches = whole.launches

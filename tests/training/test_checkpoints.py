@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusion_lab.training import checkpoints
+from fusion_lab.training import checkpoints, recipe
 from fusion_lab.training.checkpoints import read_checkpoint, restore, save, snapshot
 from fusion_lab.training.files import USAGE, UserError
+from fusion_lab.training.master_weights import MasterWeights, Weights
 from fusion_lab.training.options import option
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)
@@ -63,17 +64,18 @@ def trainer():
 
 def trainer_of(steps=1, average=True, device=CPU, first=True):
     model = torch.nn.Sequential(Packing())
-    weights, published = dict(model.named_parameters()), []
+    average = recipe.average(weights := Weights(model), 0.5 * average)
     found = SimpleNamespace(
         program=SimpleNamespace(name="toy.py", stem="toy"), settings=SimpleNamespace(model=Config()),
         training=Training(), gradient_norm=torch.tensor(0.25), model=model,
-        device=device, world=World(first), masters=None, weights=weights,
-        updated=[*weights.values()], optimizer=torch.optim.AdamW(model.parameters(), lr=0.5),
+        device=device, world=World(first), weights=weights, average=average,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.5),
         scaler=torch.amp.GradScaler("cpu"),
         step_number=4, trained_on={"b", "a"}, sequences=dict(a=["AC"]), chosen_by={"d", "c"},
-        best=dict(score=0.5, step=3, since=1),
-        average=SimpleNamespace(weights=[torch.tensor([12.0, 14.0])], steps=7) if average else None,
-        published=published, publish=lambda: published.append(model[0].weight.tolist()))
+        best=dict(score=0.5, step=3, since=1))
+    if average:
+        average.tensors[0].copy_(torch.tensor([12.0, 14.0]))
+        average.steps = 7
     for _ in range(steps):
         model[0].weight.grad = torch.ones(2)
         found.optimizer.step()
@@ -113,23 +115,24 @@ def test_of_several_ranks_the_first_one_writes(tmp_path):
     assert torch.load(tmp_path / "c.pt")["step"] == 4
 
 
-def test_masters_are_saved_as_what_they_are_views_of():
-    trainer = trainer_of()
-    flat, weights = trainer.updated[0], trainer.weights
-    trainer.masters = SimpleNamespace(flat=flat, views=lambda flat: {"0.weight": flat + 2})
+def test_masters_are_saved_in_float32_under_the_names_of_their_weights():
+    trainer = trainer_of(average=False)
+    trainer.weights = masters = MasterWeights(trainer.model, torch.bfloat16)
+    masters.put(checkpoints.packed(trainer, {"0.half": torch.tensor([5.0, 6.0 + 2 ** -20])}))
+    assert trainer.model[0].weight.tolist() == [10, 12] and masters.flat[:2].tolist() == [10, 12 + 2 ** -19]
+    trainer.optimizer = masters.optimizer(lr=0.5)
+    masters.flat.grad = torch.ones(64)
+    trainer.optimizer.step()
     saved = snapshot(trainer)
-    assert saved["moments"]["exp_avg"]["0.half"].tolist() == pytest.approx([1.05, 1.05])
-    assert saved["average"]["0.half"].tolist() == [7, 8] and weights["0.weight"] is flat
-    trainer.masters.join = lambda tensors, flat: flat.copy_(tensors["0.weight"])
-    checkpoints.put(trainer, {"0.half": torch.tensor([5.0, 6.0 + 2 ** -20])})
-    assert flat.tolist() == [10, 12 + 2 ** -19] and len(trainer.published) == 1  # in float32
+    assert saved["moments"]["exp_avg"]["0.half"].tolist() == pytest.approx([0.05, 0.05])
+    assert saved["model"]["0.half"].tolist() == (masters.flat[:2] / 2).tolist()
 
 
 @pytest.mark.parametrize("device, forked", [(CPU, []), (GPU, [GPU])])
 def test_what_runs_aside_leaves_everything(device, forked, trainer, monkeypatch):
     """A state that the optimizer has only since is zero again; all stays where it is."""
     before, kept = trainer.model[0].weight.tolist(), trainer.model[0].weight.data_ptr()
-    state, calls = trainer.optimizer.state[trainer.updated[0]], []
+    state, calls = trainer.optimizer.state[trainer.weights.tensors[0]], []
     moment, other = state["exp_avg"].clone(), torch.zeros(1)
     fork_rng = torch.random.fork_rng
     monkeypatch.setattr(torch.random, "fork_rng",
@@ -137,7 +140,7 @@ def test_what_runs_aside_leaves_everything(device, forked, trainer, monkeypatch)
     trainer.device, random = device, torch.get_rng_state()
     with pytest.raises(KeyError), checkpoints.preserving(trainer):
         trainer.model[0].weight.data += 1
-        trainer.average.weights[0] += 1
+        trainer.average.tensors[0] += 1
         trainer.gradient_norm += 1
         trainer.average.steps, torch_state = 8, torch.rand(3)
         state["exp_avg"] += 1
@@ -145,9 +148,9 @@ def test_what_runs_aside_leaves_everything(device, forked, trainer, monkeypatch)
         trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 8.0})
         raise KeyError
     assert trainer.model[0].weight.tolist() == before and trainer.model[0].weight.data_ptr() == kept
-    assert trainer.published == [before] and trainer.average.steps == 7 and len(torch_state) == 3
+    assert trainer.average.steps == 7 and len(torch_state) == 3
     assert trainer.gradient_norm == 0.25
-    assert trainer.average.weights[0].tolist() == [12, 14] and torch.equal(state["exp_avg"], moment)
+    assert trainer.average.tensors[0].tolist() == [12, 14] and torch.equal(state["exp_avg"], moment)
     assert trainer.optimizer.state.pop(other) == dict(exp_avg=0, step=0)
     assert trainer.scaler.state_dict()["scale"] == 2 ** 16 and calls == [forked]
     assert torch.equal(torch.get_rng_state(), random)
@@ -181,7 +184,7 @@ def test_everything_is_put_in_its_place(trainer, tmp_path):
     second.trained_on, second.chosen_by, second.best = set(), set(), dict(score=None, step=None, since=0)
     second.sequences = {}
     second.gradient_norm = torch.zeros(())
-    second.average.weights[0].zero_()
+    second.average.tensors[0].zero_()
     second.average.steps, second.step_number = 0, 0
     place = second.model[0].weight.data_ptr()
     second.scaler.load_state_dict({**SCALER, "scale": 8.0})
@@ -189,8 +192,7 @@ def test_everything_is_put_in_its_place(trainer, tmp_path):
     assert restore(second, tmp_path / "c.pt")["step"] == 4
     assert torch.equal(second.model[0].weight, trainer.model[0].weight)
     assert second.model[0].weight.data_ptr() == place
-    assert second.published == [second.model[0].weight.tolist()]
-    assert second.average.weights[0].tolist() == [12, 14] and second.average.steps == 7
+    assert second.average.tensors[0].tolist() == [12, 14] and second.average.steps == 7
     (state,) = second.optimizer.state.values()
     assert state["step"] == 1 and state["exp_avg"].tolist() == pytest.approx([0.1, 0.1])
     assert second.scaler.state_dict()["scale"] == 2 ** 16 and second.step_number == 4
@@ -207,7 +209,7 @@ def test_older_checkpoints_lack_some_of_it(trainer, tmp_path):
     second = trainer_of(steps=0)
     second.best = dict(score=1.0, step=2, since=3)
     restore(second, tmp_path / "c.pt")
-    assert torch.equal(second.average.weights[0], trainer.model[0].weight) and second.average.steps == 0
+    assert torch.equal(second.average.tensors[0], trainer.model[0].weight) and second.average.steps == 0
     assert second.best == dict(score=1.0, step=2, since=3) and second.chosen_by == set()
     assert second.gradient_norm == 0
     assert not second.optimizer.state and second.scaler.state_dict()["scale"] == 2 ** 16

@@ -1,4 +1,6 @@
 """What one rank of several reckons, in this process: the others are numbers that an all-reduce adds."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -44,7 +46,7 @@ def test_one_alone_asks_nobody(others):
     loss, gradient = torch.tensor(3.0), torch.tensor([1.0, 2.0])
     ALONE.add_up([loss, gradient])
     assert ALONE.share(dict(loss=loss, loss_terms=None), ALONE.weight(None, {})) is loss and loss == 3
-    assert gradient.tolist() == [1, 2] and ALONE.any(None) is None and ALONE.any(15) == 15
+    assert gradient.tolist() == [1, 2] and ALONE.signal(SimpleNamespace(signal=15)) == 15
     assert ALONE.from_first(lambda: "made") == "made" and ALONE.first
 
 
@@ -67,10 +69,10 @@ def test_gradients_and_loss_are_one_sum_in_place(others):
     assert loss == 3 and [g.tolist() for g in gradients] == [[[11, 23], [32, 44]], [55]] and not others
 
 
-def test_what_one_rank_wishes_all_do(others):
+def test_a_signal_to_one_rank_is_one_to_all(others):
     others.extend([0, 15, 0])
-    rank = World(0, 2, torch.device("cpu"))
-    assert [rank.any(wish) for wish in (None, None, 2)] == [None, 15, 2]
+    rank, stops = World(0, 2, torch.device("cpu")), [SimpleNamespace(signal=sent) for sent in (None, None, 2)]
+    assert [rank.signal(stop) for stop in stops] == [None, 15, 2] == [stop.signal for stop in stops]
 
 
 def test_random_numbers_of_a_rank_s_own():

@@ -106,12 +106,12 @@ def test_a_resumed_run_is_the_whole_one_also_after_a_signal_in_an_evaluation(sig
 def test_a_signal_of_which_the_other_ranks_do_not_know_yet_waits(tmp_path, monkeypatch):
     """Or this rank would leave while they wait for it in the next step. It came in the evaluation at 8, too
     late for what the ranks agreed on after that step."""
-    wishes = []
+    heard = []
 
-    def agreed(_, wish):
-        wishes.extend([wish] if wish else [])
-        return wish if len(wishes) > 1 else None
-    monkeypatch.setattr(World, "any", agreed)
+    def agreed(_, stop):
+        heard.extend([stop.signal] if stop.signal else [])
+        return stop.signal if len(heard) > 1 else None
+    monkeypatch.setattr(World, "signal", agreed)
     flags = "--num-steps", 14, "--save-checkpoint", tmp_path / "c.pt"
     assert run(tmp_path / "r", *flags, signalled=8) == 128 + signal.SIGTERM
     assert torch.load(tmp_path / "c.pt")["step"] == 9
@@ -119,10 +119,10 @@ def test_a_signal_of_which_the_other_ranks_do_not_know_yet_waits(tmp_path, monke
 
 @pytest.mark.parametrize("first, own", [(None, signal.SIGTERM), (signal.SIGTERM, None)])
 def test_the_first_rank_says_whether_an_evaluation_counts(first, own, monkeypatch):
-    monkeypatch.setattr(World, "from_first", lambda _, make: (make()[0], first))
+    found = Evaluation("line", {}, 0.5, {})
+    monkeypatch.setattr(World, "from_first", lambda *_: (found, first))
     trainer = SimpleNamespace(world=World(), averaged=contextlib.nullcontext, device=torch.device("cpu"),
                               best=dict(score=None), step_number=8, training=SimpleNamespace(save_best=None))
-    source = SimpleNamespace(evaluate=lambda *_: Evaluation("line", {}, 0.5, {}))
     metrics = SimpleNamespace(evaluation=lambda *_: None)
-    evaluate(trainer, source, metrics, SimpleNamespace(signal=own), print)
+    evaluate(trainer, None, metrics, SimpleNamespace(signal=own), print)
     assert trainer.best["score"] == (0.5 if first is None else None)

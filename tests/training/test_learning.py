@@ -9,6 +9,7 @@ from fusion_lab.training import recipe
 from fusion_lab.training.checkpoints import save, snapshot
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.files import UserError
+from fusion_lab.training.master_weights import MasterWeights, Weights
 from fusion_lab.training.models import load_weights, save_model
 from tiny_openfold.proteins import batches
 
@@ -52,20 +53,31 @@ def test_a_step_uses_the_rate_of_its_number():
 
 
 def test_average_of_weights_by_hand():
-    weight = torch.nn.Parameter(torch.zeros(1))
-    average = recipe.average([weight], 0.5)
+    model = nn.Linear(1, 1, bias=False)
+    weight = model.weight
+    weight.data.zero_()
+    average = recipe.average(Weights(model), 0.5)
     expected = 0.0
     for step in range(1, 12):
         weight.data += 1
         average.update()
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
-    assert average.weights[0].item() == pytest.approx(expected, rel=1e-6)
-    published = []
-    with average.swapped_in(lambda: published.append(weight.item())):
+    assert average.tensors[0].item() == pytest.approx(expected, rel=1e-6)
+    with average.swapped_in():
         assert weight.item() == pytest.approx(expected, rel=1e-6)
-    assert weight.item() == 11 and published == pytest.approx([expected, 11])
-    assert recipe.average([weight], 0.0) is None
+    assert weight.item() == 11 and recipe.average(Weights(model), 0.0) is None
+
+
+def test_a_model_of_low_precision_sees_the_average_too():
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.data.zero_()
+    average = recipe.average(masters := MasterWeights(model, torch.bfloat16), 0.5)
+    masters.put([masters.flat + 1])
+    assert model.weight.item() == 1
+    with average.swapped_in():
+        assert model.weight.item() == 0
+    assert model.weight.item() == 1
 
 
 def test_a_new_run_begins_with_averaged_weights(tmp_path):
