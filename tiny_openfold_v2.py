@@ -92,6 +92,7 @@ class FusionConfig(TritonSwitches):
         return self.enable_opm_fusion and few and (samples == 1 or residues >= 128)
 
 
+# What is known of PROGRAM, at the end of this file, before torch is imported: enough to judge the flags
 KNOWN = dict(
     file=__file__, about=__doc__, suffix="v2", version="v2_fused", model_config=TinyOpenFoldConfig,
     training_config=TrainingConfig, fusion_config=FusionConfig,
@@ -644,8 +645,8 @@ class Trainer:
         return loss
 
     def eager_step(self, batch, mark=lambda: None):
-        share = self.world.weight(self.model, batch)
-        loss = self.world.share(self.forward(batch, only_loss=True), share)
+        weight = self.world.weight(self.model, batch)  # 1, unless several ranks share a step
+        loss = self.world.weighted(self.forward(batch, only_loss=True), weight)
         mark()
         self.scaler.scale(loss).backward()
         mark()
@@ -754,12 +755,16 @@ def train(program, settings, compare_with=None):
 
 
 PROGRAM = Program(
-    **KNOWN, model=TinyOpenFoldV2, data=proteins.open_source, trainer=Trainer,
+    **KNOWN,  # names, configs and sizes: see there
+    model=TinyOpenFoldV2,
+    data=proteins.open_source,  # real proteins or built-in ones, as the flags say
+    trainer=Trainer,
     modes={"--contacts": prediction.contacts, "--fold": partial(fold_prediction.fold, DISTANCE_CENTRES)})
 
 
 def run(argv=None, program=PROGRAM):
-    """Parse the command line and do what it asks; returns the exit code. Raises UserError."""
+    """Do what the command line asks of this program or of the one that --program names; returns the exit
+    code. Raises UserError."""
     argv = flags.with_demo(sys.argv[1:] if argv is None else argv, program)
     program = flags.named_program(argv, program)
     arguments, settings, mode = flags.parse(flags.make_parser(program), program, argv)
@@ -771,7 +776,8 @@ def run(argv=None, program=PROGRAM):
     if mode in program.modes:
         return program.modes[mode](program, settings)
     if mode == "--compare-fusion":
-        return compare_fusion(program, settings, arguments.variants, getattr(arguments, "num_steps", None))
+        rounds = getattr(arguments, "num_steps", None)  # which has no attribute unless it was given
+        return compare_fusion(program, settings, arguments.variants, rounds)
     modes = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
              "--retune": retune.retune}
     return modes[mode](program, settings.claimed())

@@ -41,6 +41,16 @@ def require_shared(*parts):
     return path
 
 
+def save_model(path, program, weights, config, card):
+    """Write a model file: weights, such as a model's state_dict(), and a card, plain values."""
+    import torch
+
+    from fusion_lab.training import models
+    weights = {name: weight.bfloat16() for name, weight in weights.items()}
+    torch.save(dict(format=models.format_of(program), config=models.sizes(config), card=card, model=weights),
+               path)
+
+
 def wait_for(condition, patience=PATIENCE):
     """Return as soon as condition() holds; a test whose condition never comes fails."""
     deadline = time.monotonic() + patience

@@ -86,23 +86,24 @@ OTHER_RESULTS = (".json", ".jsonl", ".png", ".tsv")  # of a run
 
 
 def claim_outputs(trainer, resumed):
-    """Hold the run's directory and the files that it saves into, and set aside what earlier runs left there;
-    resumed: the directory is that of the resumed run, which goes on in it. Raises UserError now rather than
-    after hours of training, before anything is moved, if a file holds something else than a checkpoint of
-    this program."""
-    training, own = trainer.training, {}
-    for name in ("save_checkpoint", "save_best"):
-        if path := getattr(training, name):
-            own[path] = saved_before(path, name, trainer.program)
+    """Make the run's directory and the files that it saves into its own, or raise UserError now rather than
+    after hours of training. A run that is resumed in its own directory goes on in it."""
+    # Judge, before anything is moved: only a checkpoint of this program may be replaced
+    names = [name for name in ("save_checkpoint", "save_best") if getattr(trainer.training, name)]
+    earlier = {getattr(trainer.training, name): saved_before(trainer, name) for name in names}
+    # Hold: no other run writes there from now on
     trainer.settings.claimed(resumed)
-    for path, saved in own.items():
+    for path in earlier:
         claim_file(path)
+    # Set aside what is no checkpoint of the run that goes on
+    for path, saved in earlier.items():
         if os.path.exists(path) and not continues(trainer, path, saved):
             print(f"{path} held a checkpoint of an earlier run, which is in {set_aside(path)} now")
 
 
-def saved_before(path, name, program):
-    """The checkpoint in a file to save into, None where there is no file; name is the flag's field."""
+def saved_before(trainer, name):
+    """The checkpoint in the file that a field names to save into, None where there is no file."""
+    path = getattr(trainer.training, name)
     if path.endswith(OTHER_RESULTS):
         raise UserError(f"{flag(name)} {path}: so this run names other results; give it a name in .pt")
     if not os.path.lexists(path):
@@ -111,7 +112,7 @@ def saved_before(path, name, program):
         saved = read_saved(path, flag(name))
     except UserError:
         saved = None
-    if not isinstance(saved, dict) or saved.get("format") != format_of(program):
+    if not isinstance(saved, dict) or saved.get("format") != format_of(trainer.program):
         raise UserError(f"{flag(name)} {path}: holds something else than a checkpoint; name another file")
     return saved
 
@@ -125,22 +126,15 @@ def continues(trainer, path, saved):
 
 # --- Reading ------------------------------------------------------------------------------------------------
 
-MOST_SHARED = 10  # tensors that may share one storage, as tied weights do
-
-
 def read_saved(path, what):
     """What torch.save() wrote, tensors and plain values. torch.load() looks at no checksum, and takes for a
-    directory what one wrong bit calls one, so the entries of the zip file are checked first. Neither packed
-    entries nor the shapes of tensors may ask for more memory than the file has bytes. Raises UserError, which
-    begins with what the file should be."""
+    directory what one wrong bit calls one, so the entries of the zip file are checked first. Raises
+    UserError, which begins with what the file should be."""
     try:
         require_file(path)
         with zipfile.ZipFile(path) as entries:
-            listed, size = entries.infolist(), os.path.getsize(path)
-            sound = sum(e.file_size for e in listed) <= size and entries.testzip() is None \
-                and not any(e.external_attr for e in listed)
+            sound = entries.testzip() is None and not any(e.external_attr for e in entries.infolist())
         saved = torch.load(path, map_location="cpu", weights_only=True) if sound else None
-        sound = sound and tensor_bytes(saved) <= MOST_SHARED * size
     except OSError as error:
         raise UserError(f"{what} {path}: {error.strerror or error}") from None
     except Exception:  # a damaged file raises whatever its first bad byte leads to
@@ -148,14 +142,6 @@ def read_saved(path, what):
     if not sound:
         raise UserError(f"{what} {path}: damaged, or something else")
     return saved
-
-
-def tensor_bytes(value):
-    """Of all tensors in plain values, by their shapes: a view may claim far more than its storage holds."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(tensor_bytes, parts))
 
 
 def read_checkpoint(path, program, config):

@@ -39,7 +39,7 @@ class World:
         torch.distributed.all_reduce(of_all)
         return counts / of_all.clamp(min=1)
 
-    def share(self, output, weight):
+    def weighted(self, output, weight):
         """This rank's share of the loss of all samples, of which the ranks' shares are the sum."""
         if self.size == 1:
             return output["loss"]

@@ -23,12 +23,11 @@ limit, 130 and 143 interrupted, 141 the reader of the output has gone"""
 
 
 class UserError(Exception):
-    """Ends the program with its message on stderr and this exit code; details, if any, are the lines to print
-    instead of it."""
+    """Ends the program with its message on stderr and this exit code."""
 
-    def __init__(self, message, code=USAGE, details=()):
+    def __init__(self, message, code=USAGE):
         super().__init__(message)
-        self.code, self.lines = code, tuple(details) or (str(message),)
+        self.code = code
 
 
 # --- Files --------------------------------------------------------------------------------------------------
@@ -277,7 +276,7 @@ def ending(run, argv):
         print(end="", flush=True)
         return code, ()
     except UserError as error:
-        return error.code, error.lines
+        return error.code, [str(error)]
     except KeyboardInterrupt:
         return 128 + signal.SIGINT, ["interrupted"]
     except BrokenPipeError:

@@ -80,21 +80,11 @@ def system_info(device):
 
 
 def free_memory(device):
-    """Bytes that a program can still take on a device: of a CPU's memory, or of the control group's share of
-    it if that is less; None where nothing tells."""
+    """Bytes that a program can still take on a device; None where nothing tells."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    found = []
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        with open("/proc/meminfo", encoding="utf-8") as file:
-            line = next(line for line in file if line.startswith("MemAvailable"))
-            found.append(1024 * int(line.split()[1]))
-    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-        used, limit = (int(text_of(f"/sys/fs/cgroup/memory.{kind}")) for kind in ("current", "max"))
-        lines = text_of("/sys/fs/cgroup/memory.stat").splitlines()
-        statistics = dict(line.split() for line in lines)
-        found.append(limit - used + int(statistics.get("file", 0)))  # a cache gives way
-    return min(found, default=None)
+    found = first_line("/proc/meminfo", "MemAvailable")
+    return found and 1024 * int(found.split()[0])
 
 
 ROOM = 4  # times what a step needs at least, within which it was seen to fit (test_costs.py)
@@ -123,15 +113,11 @@ def require_memory(program, device, *settings):
                     f"{free / GIGABYTE:.1f} GB are free on {device}; "
                     + (f"{flag(name)} {fitting} would fit" if fitting else "lower other sizes, too"))
 
-
-def text_of(path):
-    with open(path, encoding="utf-8") as file:
-        return file.read()
-
-
 def cpu_name():
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return first_line("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+
+
+def first_line(path, name):
+    """The value in the first line "name: value" of a file of /proc, which other systems lack, or None."""
+    with contextlib.suppress(OSError, StopIteration), open(path, encoding="utf-8") as file:
+        return next(line.split(":", 1)[1].strip() for line in file if line.startswith(name))

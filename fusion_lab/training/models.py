@@ -1,12 +1,11 @@
 """Model files: a config, weights in bfloat16 and a card that tells where they come from, for those who use a
 model rather than train it. A checkpoint serves as well."""
 from dataclasses import dataclass, fields
-from functools import partial
 
 import torch
 
 from fusion_lab.training import checkpoints, recipe
-from fusion_lab.training.files import UserError, write_atomically
+from fusion_lab.training.files import UserError
 from fusion_lab.training.options import flag
 
 
@@ -15,7 +14,7 @@ class SavedModel:
     """What read_model() found."""
     config: object  # the program's model_config; what may be resized has its default
     weights: dict   # {unpacked parameter name: float32 tensor}
-    card: dict      # what save_model() was given; of a checkpoint, its step and what it was trained on
+    card: dict      # plain values; of a checkpoint, its step and what it was trained on
 
 
 def format_of(program):
@@ -26,16 +25,6 @@ def format_of(program):
 def sizes(config):
     """{name: value} of the fields of a config that make the model what it is."""
     return {f.name: getattr(config, f.name) for f in fields(config) if not f.metadata["resized"]}
-
-
-def save_model(path, program, weights, config, card):
-    """Write a model file. weights: {unpacked parameter name: tensor}, such as a model's state_dict() or the
-    "model" of a checkpoint; card: plain values. Raises UserError."""
-    if not all(weight.isfinite().all() for weight in weights.values()):
-        raise UserError(f"model {path}: weights that are not finite are not saved")
-    weights = {name: weight.detach().cpu().to(torch.bfloat16) for name, weight in weights.items()}
-    write_atomically(path, partial(torch.save, dict(
-        format=format_of(program), config=sizes(config), card=card, model=weights)))
 
 
 def read_model(path, program):

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 
 from fusion_lab import commands
@@ -150,7 +151,8 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What flags need to know, which is there before torch is imported, and then model, data and trainer."""
+    """All that the lab knows of a model. What the flags need is there before torch is imported; then come
+    model, data and trainer."""
     file: str                      # the model's file; a process of its own runs it by this path
     about: str                     # its docstring, the text of --help
     suffix: str                    # of result files: "v2" makes performance_summary_v2.json
@@ -161,9 +163,9 @@ class Program:
     axes: dict = field(default_factory=lambda: dict(batch_size="B"))  # sizes that a study varies: letters
     demo: dict = field(default_factory=dict)  # what --demo sets: a first run that learns in a minute or two
     modes: dict = field(default_factory=dict)  # {its own mode's flag: mode(program, settings) -> exit code}
-    model: type = None             # a Model
-    data: type = None              # data(settings) makes a Data
-    trainer: type = None           # trainer(program, settings, device, world), as tiny_openfold_v2.Trainer
+    model: type = None             # class Mine(nn.Module, Model)
+    data: Callable = None          # data(settings) -> Data: a class, or a function that chooses one
+    trainer: type = None           # tiny_openfold_v2.Trainer, or a subclass
 
     @property
     def name(self):

@@ -12,7 +12,8 @@ import tiny_openfold_v2 as tof
 from fusion_lab.measuring.metrics import read_metrics
 from fusion_lab.training.checkpoints import load_run, snapshot
 from fusion_lab.training.files import UserError
-from fusion_lab.training.models import read_model, save_model
+from fusion_lab.training.models import read_model
+from tests.support import save_model
 
 SETTINGS = tof.PROGRAM.settings(
     num_blocks=1, msa_dim=4, pair_dim=4, msa_heads=1, pair_heads=1, outer_product_dim=2, num_seqs=3,
@@ -92,7 +93,9 @@ def test_a_tensor_that_the_archive_calls_a_directory_is_refused(tmp_path):
     lambda saved: saved.update(format="second_program checkpoint 1"), lambda saved: saved["model"].popitem(),
     lambda saved: saved.pop("rng"), lambda saved: saved["config"].update(msa_dim=8),
     lambda saved: saved["model"].update({"masked_msa_head.bias": torch.zeros(5)}),
-    lambda saved: saved.update(moments=None), lambda saved: saved["scaler"].update(scale="x")])
+    lambda saved: saved["model"].update({"masked_msa_head.bias": torch.full((23,), float("nan"))}),
+    lambda saved: saved.update(step="x"), lambda saved: saved.update(moments=None),
+    lambda saved: saved["scaler"].update(scale="x")])
 def test_a_checkpoint_with_other_content_is_refused_by_name(change, tmp_path):
     torch.save(saved := trained()[1], tmp_path / "whole.pt")
     saved = torch.load(tmp_path / "whole.pt")

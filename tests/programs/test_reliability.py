@@ -45,13 +45,10 @@ def test_a_failing_evaluation_leaves_the_summary(tmp_path):
     assert json.loads(summary.read_text())["training_params"]["num_steps"] == 2
 
 
-EARLIER = dict(version="v1", performance_summary=dict(avg_training_speed=1e-3, peak_memory_mb=float("nan")))
-
-
-@pytest.mark.parametrize("change", [
-    dict(performance_summary=None), dict(performance_summary=dict(avg_training_speed=10 ** 400))])
-def test_an_earlier_summary_is_judged_before_the_training(change, tmp_path, capsys):
-    (tmp_path / "v1.json").write_text(json.dumps({**EARLIER, **change}))
+@pytest.mark.parametrize("text", ['{"version": "v1"', '{"performance_summary": null}',
+                                  '{"performance_summary": {"avg_training_speed": 1e400}}'])
+def test_an_earlier_summary_is_judged_before_the_training(text, tmp_path, capsys):
+    (tmp_path / "v1.json").write_text(text)
     assert train(tmp_path, "--compare-with-v1", tmp_path / "v1.json") == 2
     error = capsys.readouterr().err
     assert "v1.json" in error and error.count("\n") == 1 and not (tmp_path / "p").exists()

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training.models import save_model
 from tests.proteins.folds_at_hand import SEQUENCE, a_fold, certain
-from tests.support import PATIENCE, ROOT, require_shared
+from tests.support import PATIENCE, ROOT, require_shared, save_model
 from tiny_openfold.proteins import (
     files,
     fold_pictures,

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training.models import read_model, save_model
+from fusion_lab.training.models import read_model
 from tests.proteins.folds_at_hand import a_fold, turned
 from tests.proteins.test_batches import family, real
-from tests.support import run_program
+from tests.support import run_program, save_model
 from tiny_openfold.proteins import batches, geometry, orientations
 from tiny_openfold.proteins.geometry import CA, CB, N
 from tiny_openfold.proteins.orientations import BINS, UNKNOWN, OrientationHead, bins_of

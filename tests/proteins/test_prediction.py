@@ -15,7 +15,8 @@ import tiny_openfold_v2 as tof
 from fusion_lab.measuring.counters import OpCounter
 from fusion_lab.training.checkpoints import snapshot
 from fusion_lab.training.files import UserError
-from fusion_lab.training.models import read_model, save_model
+from fusion_lab.training.models import read_model
+from tests.support import save_model
 from tiny_openfold.proteins import coevolution, contacts, files, prediction
 from tiny_openfold.proteins.batches import RealProteins
 from tiny_openfold.proteins.relatives import Depth

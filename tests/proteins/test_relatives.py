@@ -11,8 +11,8 @@ import pytest
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
-from fusion_lab.training.models import read_model, save_model
-from tests.support import require_shared
+from fusion_lab.training.models import read_model
+from tests.support import require_shared, save_model
 from tiny_openfold.proteins import files, prediction, relatives
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, UNKNOWN
 from tiny_openfold.proteins.relatives import (

@@ -45,7 +45,7 @@ def test_what_torchrun_says(environment, place, first, monkeypatch):
 def test_one_alone_asks_nobody(others):
     loss, gradient = torch.tensor(3.0), torch.tensor([1.0, 2.0])
     ALONE.add_up([loss, gradient])
-    assert ALONE.share(dict(loss=loss, loss_terms=None), ALONE.weight(None, {})) is loss and loss == 3
+    assert ALONE.weighted(dict(loss=loss, loss_terms=None), ALONE.weight(None, {})) is loss and loss == 3
     assert gradient.tolist() == [1, 2] and ALONE.signal(SimpleNamespace(signal=15)) == 15
     assert ALONE.from_first(lambda: "made") == "made" and ALONE.first
 
@@ -55,11 +55,11 @@ def test_a_rank_weighs_its_loss_by_what_it_is_the_mean_of(others):
         def loss_counts(self, counts):
             return counts
     rank, batch = World(1, 2), dict(counts=torch.tensor([6.0, 4.0, 0.0]))
-    assert rank.weight(Model(), batch) == 0.5 and rank.share(dict(loss=torch.tensor(4.0)), 0.5) == 2
+    assert rank.weight(Model(), batch) == 0.5 and rank.weighted(dict(loss=torch.tensor(4.0)), 0.5) == 2
     others.append([10, 0, 0])
     weight = rank.weight(Counting(), batch)
     assert weight.tolist() == [0.375, 1, 0]
-    assert rank.share(dict(loss=None, loss_terms=torch.tensor([8.0, 3.0, 5.0])), weight) == 6
+    assert rank.weighted(dict(loss=None, loss_terms=torch.tensor([8.0, 3.0, 5.0])), weight) == 6
 
 
 def test_gradients_and_loss_are_one_sum_in_place(others):

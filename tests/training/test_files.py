@@ -172,8 +172,8 @@ def test_a_directory_with_results_is_refused_kept_or_set_aside(named, force, res
             files.claim(path, named, force, resumed)
     else:
         files.claim(path, named, force, resumed)
-    assert path.is_dir() and len(list(tmp_path.iterdir())) == 1 + (result == "aside")
-    assert (path / "old").exists() == (result != "aside")
+    assert path.is_dir() and (path / "old").exists() == (result != "aside")
+    assert len(list(tmp_path.glob("d.old-*/old"))) == (result == "aside")
 
 
 def test_the_directory_one_is_in_is_not_set_aside(tmp_path, monkeypatch):

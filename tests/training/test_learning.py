@@ -10,7 +10,8 @@ from fusion_lab.training.checkpoints import save, snapshot
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.files import UserError
 from fusion_lab.training.master_weights import MasterWeights, Weights
-from fusion_lab.training.models import load_weights, save_model
+from fusion_lab.training.models import load_weights
+from tests.support import save_model
 from tiny_openfold.proteins import batches
 
 SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,

@@ -1,7 +1,5 @@
 """Model files, and --init-from: what a new run begins with."""
 import dataclasses
-import io
-import zipfile
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab import commands
 from fusion_lab.training import models
 from fusion_lab.training.files import UserError
+from tests.support import save_model
 
 SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
              seq_len=8, batch_size=2, device="cpu")
@@ -21,7 +20,7 @@ def test_an_average_begins_with_the_weights_too(masters, tmp_path):
     torch.manual_seed(0)
     settings = tof.PROGRAM.settings(**SIZES, **masters, ema_decay=0.99)
     given = tof.TinyOpenFoldV2(settings.model)
-    models.save_model(tmp_path / "m.pt", tof.PROGRAM, given.state_dict(), settings.model, {})
+    save_model(tmp_path / "m.pt", tof.PROGRAM, given.state_dict(), settings.model, {})
     trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
     trainer.average.steps = 5
     models.load_weights(trainer, tmp_path / "m.pt", tof.PROGRAM.data(settings))
@@ -47,7 +46,7 @@ def a_model(**fusion):
 @pytest.fixture
 def model_file(tmp_path):
     model = a_model()
-    models.save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, CARD)
+    save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, CARD)
     return tmp_path / "m.pt"
 
 
@@ -65,7 +64,7 @@ def test_a_model_file_is_small_and_whole(model_file):
     assert all(torch.equal(saved.weights[name], weight.bfloat16().float())
                for name, weight in model.state_dict().items())
     packed = a_model(enable_projection_fusion=True).state_dict()
-    models.save_model(model_file, tof.PROGRAM, packed, model.config, CARD)
+    save_model(model_file, tof.PROGRAM, packed, model.config, CARD)
     assert models.read_model(model_file, tof.PROGRAM).weights.keys() == saved.weights.keys()
 
 
@@ -86,28 +85,8 @@ def test_a_model_file_that_cannot_be_used_is_named(model_file, change):
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_asks_for_far_more_memory_than_it_has_bytes_is_refused(model_file):
-    """By a view of one number, or packed."""
-    saved, plain = torch.load(model_file, weights_only=True), model_file.read_bytes()
-    saved["model"][BIAS] = torch.zeros(1).expand(10 ** 9)
-    torch.save(saved, model_file)
-    with pytest.raises(UserError, match="damaged"):
-        models.read_model(model_file, tof.PROGRAM)
-    with zipfile.ZipFile(io.BytesIO(plain)) as given, zipfile.ZipFile(model_file, "w") as packed:
-        for entry in given.infolist():
-            packed.writestr(entry.filename, given.read(entry), zipfile.ZIP_DEFLATED)
-        packed.writestr("more", bytes(10 ** 6), zipfile.ZIP_DEFLATED)
-    with pytest.raises(UserError, match="damaged"):
-        models.read_model(model_file, tof.PROGRAM)
-
-
-def test_foreign_files_and_weights_are_refused(model_file, tmp_path):
+def test_foreign_files_are_refused(tmp_path):
     for content in ([1], dict(format="second_program model 1"), dict()):
         torch.save(content, tmp_path / "c.pt")
         with pytest.raises(UserError, match="neither a model file nor a checkpoint of tiny_openfold_v2.py"):
             models.read_model(tmp_path / "c.pt", tof.PROGRAM)
-    model, before = a_model(), model_file.read_bytes()
-    weights = dict(model.state_dict(), **{BIAS: torch.full((23,), float("inf"))})
-    with pytest.raises(UserError, match="not finite"):
-        models.save_model(model_file, tof.PROGRAM, weights, model.config, CARD)
-    assert model_file.read_bytes() == before
