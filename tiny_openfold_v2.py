@@ -609,15 +609,16 @@ class Trainer:
         low = self.amp_dtype if fusion.enable_master_weights else None
         self.autocasts = self.amp_dtype is not None and low is None
         self.weights = optimized_weights(self.model, low, world, fusion.enable_triton_adamw)
-        self.use_graph, self.graph = fusion.enable_cuda_graphs and device.type == "cuda", None
+        self.use_graph = fusion.enable_cuda_graphs and device.type == "cuda"
+        self.graph = None  # until the first step
         self.optimizer = recipe.optimizer(self.weights, self.training, self.use_graph)
         self.average = recipe.average(self.weights, self.training.ema_decay)  # None without --ema-decay
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
         self.gradient_norm = torch.zeros((), device=device)  # of the last step, before clipping
 
-        # What a run has seen, so that no later one claims otherwise
-        self.step_number, self.best = 0, dict(score=None, step=None, since=0)  # since: evaluations after it
-        self.trained_on, self.chosen_by = set(), set()  # names of proteins, say
+        self.step_number = 0  # steps that were made
+        self.best = dict(score=None, step=None, since=0)  # evaluation, and how many came after it
+        self.trained_on, self.chosen_by = set(), set()  # names, so that nobody evaluates the model on them
         self.sequences = {}  # of what was learned from, by which its relatives are found
 
     def forward(self, batch, only_loss=False):
@@ -627,7 +628,7 @@ class Trainer:
 
     def step(self, batch, mark=lambda: None):
         """One optimizer step; returns the loss, still on the device. mark() is called after each phase:
-        forward, backward, optimizer; of a CUDA graph the first one has all of the time."""
+        forward, backward, optimizer. A CUDA graph has no phases: all of its time goes to the first."""
         recipe.set_learning_rate(self.optimizer, recipe.learning_rate(self.training, self.step_number))
         loss = self.graphed_step(batch, mark) if self.use_graph else self.eager_step(batch, mark)
         if self.average:
@@ -650,7 +651,7 @@ class Trainer:
         mark()
         self.scaler.scale(loss).backward()
         mark()
-        self.weights.take_gradients()
+        self.weights.take_gradients()  # from the model
         loss = loss.detach()
         self.world.add_up([loss, *(w.grad for w in self.weights.tensors if w.grad is not None)])
         self.scaler.unscale_(self.optimizer)
@@ -658,7 +659,7 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.weights.after_step()
+        self.weights.after_step()  # back to the model
         return loss.clone()  # CUDA graphs of torch.compile's own overwrite what they returned
 
     def averaged(self):
@@ -670,18 +671,19 @@ class Trainer:
         return preserving(self)
 
 
-def run_steps(trainer, source, profiling, found, metrics, stop):
-    """Steps up to --num-steps, until a signal, or until --early-stopping has had enough; found is what
+def run_steps(trainer, source, profiling, findings, metrics, stop):
+    """Steps up to --num-steps, until a signal, or until --early-stopping has had enough. findings are what
     warm_up() measured. Returns (losses, (steps, 4) seconds by phase)."""
     training, world, losses = trainer.training, trainer.world, []
     intervals = dict(log=training.log_every, evaluate=training.eval_every, save=training.save_every)
     timer = PhaseTimer(trainer.device, PHASES, profiling.enter, profiling.leave)
     steps = range(trainer.step_number, training.num_steps)
     supply = batches(source, steps, trainer.device, world)  # each is made while the step before it runs
-    silent = None if world.first else True  # None: wherever stderr is no terminal
+    silent = None if world.first else True  # None: where stderr is no terminal
     with tqdm(total=len(steps), disable=silent, unit="step", leave=False) as bar:
         say = partial(bar.write, file=sys.stdout)
         for done in range(steps.start + 1, steps.stop + 1):
+            # A step, which the host only queues: it runs ahead of the GPU
             timer.start()
             batch = next(supply)
             timer.mark()
@@ -691,19 +693,20 @@ def run_steps(trainer, source, profiling, found, metrics, stop):
             profiling.step()
             bar.update()
 
+            # Is anything due? One process may stop after any step; several stop after one at which all look
             due = {what for what, every in intervals.items() if every and done % every == 0}
             if done == steps.stop:
                 due = {"log", "save"}  # train() evaluates the end
-            # One process stops after any step; several wait for a step after which all look
             if not due and not (stop.signal and world.size == 1):
-                continue  # the host runs ahead of the GPU
+                continue
 
-            metrics.flush()  # waits for the GPU; a checkpoint knows no step that the metrics lack
-            reporting.require_finite(losses[-1], done)  # before it is saved
+            # Here the host looks, for which it waits for the GPU: log, evaluate, save, stop
+            metrics.flush()  # first, so that a checkpoint has no step that the metrics lack
+            reporting.require_finite(losses[-1], done)
             if "log" in due or stop.signal:
-                say(reporting.step_line(trainer, losses[-1], timer, peak_megabytes(trainer.device, found)))
+                say(reporting.step_line(trainer, losses[-1], timer, peak_megabytes(trainer.device, findings)))
             if "evaluate" in due:
-                with profiling.paused(), unmeasured_memory(trainer.device, found):
+                with profiling.paused(), unmeasured_memory(trainer.device, findings):
                     evaluate(trainer, source, metrics, stop, say)
             ending = world.signal(stop) or out_of_patience(trainer)
             if training.save_checkpoint and ("save" in due or ending):
@@ -715,7 +718,7 @@ def run_steps(trainer, source, profiling, found, metrics, stop):
 
 def train(program, settings, compare_with=None):
     """A training run from its start-up lines to its summary; returns its exit code."""
-    # Whatever can be refused is refused before the first step
+    # Make everything that a run needs. Whatever can be refused is refused here, before the first step
     earlier = summary.read_summary(compare_with) if compare_with else None
     training, device = settings.training, choose_device(settings.training.device)
     process_settings(settings, device)
@@ -725,27 +728,31 @@ def train(program, settings, compare_with=None):
     trainer = program.trainer(program, settings, device, world)
     begin_from_files(trainer, source)  # --resume, --init-from
     world.from_first(lambda: claim_outputs(trainer, of_resumed_run(trainer)))
-
     reporting.describe_start(trainer, source)
-    with StopRequest(patient=world.size > 1) as stop:
-        found = warm_up(trainer, source, stop)
-        metrics, left = Metrics(trainer), training.num_steps - trainer.step_number
-        recorded = settings.profiler if world.first else ProfilerConfig()
-        with Profiling(recorded, device, trainer.model.sublayers(), found, left) as profiling:
-            losses, times = run_steps(trainer, source, profiling, found, metrics, stop)
 
-        result = summary.summarise(trainer, found, losses, profiling.undisturbed(times))
-        path = summary.write(trainer, result)  # before anything that can fail
+    with StopRequest(patient=world.size > 1) as stop:  # a signal only asks; whoever can end early does
+        # Train
+        findings, metrics = warm_up(trainer, source, stop), Metrics(trainer)
+        recorded = settings.profiler if world.first else ProfilerConfig()  # one rank records
+        num_steps = training.num_steps - trainer.step_number
+        with Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
+            losses, times = run_steps(trainer, source, profiling, findings, metrics, stop)
+
+        # Write the summary at once, since what follows may fail; then once more with what follows
+        result = summary.summarise(trainer, findings, losses, profiling.undisturbed(times))
+        path = summary.write(trainer, result)
         evaluate(trainer, source, metrics, stop, print, final=True)
         signal = world.signal(stop)
         summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
         peak = result["performance_summary"]["peak_memory_mb"]
-        analysis = write_analysis(trainer, found, times, peak, profiling)
+        analysis = write_analysis(trainer, findings, times, peak, profiling)
+
+        # Say how it ended
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], signal)
         if world.first:
             with trainer.averaged():
                 source.finish(trainer, metrics.by_step)  # last words and pictures
-    summary.print_summary(result, path, settings)
+    summary.print_summary(trainer, result, path)
     return 128 + signal if signal else 0
 
 

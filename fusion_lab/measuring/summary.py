@@ -74,7 +74,7 @@ HEADLINES = ("first_loss", "final_loss", "avg_loss", "median_batch_time", "p20_b
              "achieved_tflops", "first_step_time", "avg_batch_time", "total_samples")
 
 
-def print_summary(result, path, settings):
+def print_summary(trainer, result, path):
     """The end of a training run: a few figures for people, a line of JSON for programs."""
     figures = result["performance_summary"]
     if sys.stdout.isatty():
@@ -87,7 +87,7 @@ def print_summary(result, path, settings):
                     ("speed", f"{figures['avg_training_speed']:.1f} samples/s"), *rows]
         print("\n".join(f"   {line}" for line in aligned(rows)))
     headline = dict(version=result["version"], performance_summary={key: figures[key] for key in HEADLINES})
-    print_result(headline, path, settings)
+    print_result(headline, path, trainer.settings)
 
 
 def launch_kind(device):

@@ -151,11 +151,7 @@ def hold(path, flags):
                         ) from None
     except OSError:
         pass  # a file system without locks
-    if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(handle)):
-        held[handle] = path
-    else:  # its holder removed it after it was opened here
-        os.close(handle)
-        hold(path, flags)
+    held[handle] = path
 
 
 def release():

@@ -240,7 +240,7 @@ def trainer_of(kernel, monkeypatch, **values):
     """In float16: the interpreter cuts numbers off where it makes bfloat16 of them."""
     kind = partial(KernelMasters, wide=True) if kernel else MasterWeights
     with monkeypatch.context() as patch:
-        patch.setattr(tof, "master_weights", lambda model, dtype, *_: kind(model, dtype))
+        patch.setattr(tof, "optimized_weights", lambda model, dtype, *_: kind(model, dtype))
         return tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(
             num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
             seq_len=8, batch_size=1, use_amp=True, amp_dtype="float16", enable_master_weights=True,

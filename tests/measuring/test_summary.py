@@ -87,11 +87,11 @@ def test_people_on_a_terminal_get_milliseconds_and_programs_json(monkeypatch, ca
         avg_training_speed=320.25)}
     result = dict(version="v", performance_summary=figures)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    summary.print_summary(result, "there/s.json", SECOND.settings())
+    summary.print_summary(SimpleNamespace(settings=SECOND.settings()), result, "there/s.json")
     out = capsys.readouterr().out
     assert "12.50 ms (p20 11.50, p80 20.00)" in out and "not measured" in out and "there/s.json" in out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    summary.print_summary(result, "s.json", SECOND.settings())
+    summary.print_summary(SimpleNamespace(settings=SECOND.settings()), result, "s.json")
     line, = capsys.readouterr().out.splitlines()
     assert json.loads(line)["performance_summary"]["median_batch_time"] == 0.0125
 

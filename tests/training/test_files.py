@@ -225,21 +225,6 @@ def test_what_another_process_writes_is_refused_until_that_ends(how, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == (["d"] if how == "claim" else [])
 
 
-def test_a_lock_that_its_holder_removes_meanwhile_is_made_anew(tmp_path, monkeypatch):
-    """Or two would hold one name: who locked the removed file, and who comes next."""
-    lock, flock = tmp_path / "c.lock", files.fcntl.flock
-
-    def removed_before(*given):
-        monkeypatch.undo()
-        lock.unlink()
-        flock(*given)
-    monkeypatch.setattr(files.fcntl, "flock", removed_before)
-    files.claim_file(tmp_path / "c")
-    (handle, path), = files.held.items()
-    assert os.path.samestat(os.fstat(handle), os.stat(path))
-    files.release()
-
-
 def test_what_is_set_aside_never_replaces_anything(tmp_path):
     for number in range(3):
         (tmp_path / "x").write_text(str(number))
