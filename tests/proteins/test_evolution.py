@@ -6,11 +6,21 @@ import pytest
 import torch
 from torch.nn.functional import one_hot
 
+import tiny_openfold_v2 as tof
 from tests.support import require_shared
-from tests.training.test_learning import settings_of, trainer_of
 from tiny_openfold.proteins import batches, coevolution, files
 
+SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
+             seq_len=12, batch_size=2, extra_seqs=16)
 COUPLINGS = dict(coevolution="couplings")
+
+
+def settings_of(**values):
+    return tof.PROGRAM.settings(**{**SMALL, **values})
+
+
+def trainer_of(**values):
+    return tof.Trainer(tof.PROGRAM, settings_of(**values), torch.device("cpu"))
 
 
 def test_validation_families_are_neither_trained_on_nor_held_out():

@@ -1,9 +1,9 @@
-"""A captured step, with a stand-in for CUDA that notes what it is asked for.
+"""A step that cannot be captured, and the count of a graph's kernels, with a stand-in for CUDA.
 
-tests/model/test_evoformer.py has the same on a GPU.
+tests/model/test_evoformer.py has a captured step on a GPU.
 """
-import contextlib
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,39 +13,16 @@ from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.files import UserError
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """What is asked of CUDA, in words."""
-    words = []
-
-    def stream(name):
-        return SimpleNamespace(name=name, wait_stream=lambda on: words.append(f"{name} awaits {on.name}"))
-
-    @contextlib.contextmanager
-    def within(what):
-        words.append(what)
-        yield
-        words.append("end")
-    side, current = stream("side"), stream("current")
-    fakes = dict(Stream=lambda device: side, current_stream=lambda device: current,
-                 stream=lambda given: within(f"on {given.name}"), max_memory_allocated=lambda device: 7,
-                 CUDAGraph=lambda keep_graph: SimpleNamespace(**{
-                     word: lambda word=word: words.append(word) for word in ("replay", "instantiate")}),
-                 graph=lambda graph, stream: within(f"capture on {stream.name}"))
-    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
-        fakes[name] = lambda *device, name=name: words.append(name)
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    return words
-
-
 @pytest.mark.parametrize("error, kind, words", [
     ("CUDA out of memory. Tried", RuntimeError, "CUDA out of memory"),
     ("not permitted\nmore", UserError, r"cannot be captured \(not permitted\); use --disable-cuda-graphs$")])
-def test_a_step_that_cannot_be_captured(error, kind, words, asked):
+def test_a_step_that_cannot_be_captured(error, kind, words, monkeypatch):
     def run(inputs):
-        if asked[-1] == "capture on side":
+        if cuda.graph.called:
             raise RuntimeError(error)
+    cuda = MagicMock()
+    cuda.graph.return_value.__exit__.return_value = None
+    monkeypatch.setattr(torch, "cuda", cuda)
     with pytest.raises(kind, match=words) as caught:
         GraphedStep(run, {}, "cuda")
     assert kind is RuntimeError or caught.value.code == 1

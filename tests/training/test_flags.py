@@ -23,34 +23,22 @@ from tests.support import ROOT
 PARSER = make_parser(tof.PROGRAM)
 
 
-def refusal(words, capsys, program=tof.PROGRAM, parser=PARSER):
-    with pytest.raises(SystemExit) as ended:
-        parse(parser, program, words)
-    said = capsys.readouterr()
-    assert ended.value.code == 2 and said.out == "" and said.err.count("\n") == 1
-    return said.err.strip().removeprefix(f"{program.name}: error: ")
-
-
-@pytest.mark.parametrize("words, said", [
-    ("--num-steps x", "argument --num-steps: invalid int value: 'x'"),
-    ("--learning-rate x", "argument --learning-rate: invalid float value: 'x'"),
-    ("--seq-le 3", "unrecognized arguments: --seq-le 3"),
-    ("--enable-triton-projection", "unrecognized arguments: --enable-triton-projection"),
-    ("--xyzzy", "unrecognized arguments: --xyzzy"), ("stray", "unrecognized arguments: stray"),
-    ("--msa-heads 5", "argument --msa-heads: 5: must divide msa_dim = 64"),
-    ("--validate-setup --retune", "argument --retune: not allowed with argument --validate-setup"),
-    ("--validate-setup --variants all", "argument --variants: needs --compare-fusion"),
-    ("--retune --save-checkpoint x", "argument --save-checkpoint: belongs to training, not to --retune"),
-    ("--compare-fusion --compare-with-v1 x",
-     "argument --compare-with-v1: belongs to training, not to --compare-fusion"),
-    ("--validate-setup --enable-memory-profiling",
-     "argument --enable-memory-profiling: belongs to training, not to --validate-setup"),
+@pytest.mark.parametrize("words, named", [
+    ("--num-steps x", "argument --num-steps: "), ("--seq-le 3", "--seq-le 3"), ("stray", "stray"),
+    ("--enable-triton-projection", "--enable-triton-projection"),
+    ("--msa-heads 5", "argument --msa-heads: 5: "), ("--validate-setup --retune", "argument --retune: "),
+    ("--validate-setup --variants all", "argument --variants: "),
+    ("--retune --save-checkpoint x", "argument --save-checkpoint: "),
+    ("--compare-fusion --compare-with-v1 x", "argument --compare-with-v1: "),
+    ("--validate-setup --enable-memory-profiling", "argument --enable-memory-profiling: "),
     ("--contacts x --demo", "argument --demo: not with --contacts, which takes --structure, --query, "),
-    ("--fold x --disable-opm-fusion", "argument --disable-opm-fusion: not with --fold, which takes "),
-    ("--contacts x --enable-opm-fusion", "argument --enable-opm-fusion: not with --contacts, which takes ")])
-def test_wrong_use_is_one_line_that_names_the_flag(words, said, capsys):
-    found = refusal(words.split(), capsys)
-    assert found.startswith(said) and (said[-2] == "," or said.endswith("takes ") or found == said)
+    ("--fold x --disable-opm-fusion", "argument --disable-opm-fusion: not with --fold, "),
+    ("--contacts x --enable-opm-fusion", "argument --enable-opm-fusion: not with --contacts, ")])
+def test_wrong_use_is_one_line_that_names_the_flag(words, named, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(PARSER, tof.PROGRAM, words.split())
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == "" and said.err.count("\n") == 1 and named in said.err
 
 
 @pytest.mark.parametrize("words, mode, given", [

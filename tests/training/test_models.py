@@ -6,12 +6,16 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab import commands
-from fusion_lab.training import models
+from fusion_lab.training import checkpoints, models
 from fusion_lab.training.files import UserError
 from tests.support import save_model
 
 SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
              seq_len=8, batch_size=2, device="cpu")
+
+
+def trainer_of(**values):
+    return tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(**{**SIZES, **values}), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("masters", [{}, dict(use_amp=True, enable_master_weights=True)])
@@ -33,6 +37,27 @@ def test_an_average_begins_with_the_weights_too(masters, tmp_path):
     with trainer.averaged():
         assert begun()
     assert trainer.average.steps == 0 and trainer.average.decay == 0.99
+
+
+def test_a_new_run_begins_with_averaged_weights(tmp_path):
+    settings = tof.PROGRAM.settings(**SIZES, ema_decay=0.9)
+    source, second = tof.PROGRAM.data(settings), trainer_of(seed=7)
+    first = trainer_of(ema_decay=0.9)
+    first.step(source.batch(0))
+    first.trained_on = {"a"}
+    checkpoints.save(first, tmp_path / "c.pt")
+    models.load_weights(second, tmp_path / "c.pt", source)
+    assert second.step_number == 0 and second.trained_on == {"a"} and not second.optimizer.state
+    begun, averages = (checkpoints.snapshot(trainer) for trainer in (second, first))
+    assert all(torch.equal(begun["model"][name], weight) for name, weight in averages["average"].items())
+    source.held_out = ["a"]
+    with pytest.raises(UserError, match="--init-from .* was trained on a, held out now"):
+        models.load_weights(second, tmp_path / "c.pt", source)
+    save_model(tmp_path / "m.pt", tof.PROGRAM, begun["model"], settings.model, dict(chosen_by=["a"]))
+    with pytest.raises(UserError, match="was chosen by a, held out now"):
+        models.load_weights(second, tmp_path / "m.pt", source)
+    with pytest.raises(UserError, match="made for another model; to use it, pass --pair-dim 8$"):
+        models.load_weights(trainer_of(pair_dim=16), tmp_path / "m.pt", source)
 
 
 CARD, BIAS = dict(about="for tests", scores=[0.5, None]), "masked_msa_head.bias"

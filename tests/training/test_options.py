@@ -10,33 +10,21 @@ GRAPHS = dict(enable_cuda_graphs=True, enable_torch_compile=True)
 
 
 @pytest.mark.parametrize("kind, values, words", [
-    (TrainingConfig, dict(device=""), "device = '': must not be empty"),
-    (TrainingConfig, dict(use_amp=1), "use_amp = 1: must be True or False"),
-    (TrainingConfig, dict(num_steps=True), "num_steps = True: must be of type int"),
-    (TrainingConfig, dict(num_steps=2.0), "num_steps = 2.0: must be of type int"),
-    (TrainingConfig, dict(num_steps=0), "num_steps = 0: must be at least 1"),
-    (TrainingConfig, dict(learning_rate=math.inf), "learning_rate = inf: must be finite"),
-    (TrainingConfig, dict(ema_decay=1), "ema_decay = 1: must be less than 1.0"),
-    (TrainingConfig, dict(lr_schedule="x"), "lr_schedule = 'x': must be one of constant, linear, cosine"),
-    (TrainingConfig, dict(save_every=1), "save_every = 1: needs --save-checkpoint"),
-    (TrainingConfig, dict(lr_warmup_steps=2, num_steps=2), "lr_warmup_steps = 2: must be less than --num-st"),
-    (TrainingConfig, dict(save_best="a", save_checkpoint="a"), "save_best = 'a': must be another file than"),
-    (TrainingConfig, dict(resume="a", init_from="b"), "init_from = 'b': allowed without --resume only"),
-    (TrainingConfig, dict(amp_dtype="float16"), "amp_dtype = 'float16': needs --use-amp"),
-    (Switches, dict(GRAPHS, torch_compile_mode="reduce-overhead"), "torch_compile_mode = 'reduce-overhe")])
+    (TrainingConfig, dict(use_amp=1), "use_amp = 1"),
+    (TrainingConfig, dict(num_steps=True), "num_steps = True"),
+    (TrainingConfig, dict(num_steps=2.0), "num_steps = 2.0"),
+    (TrainingConfig, dict(learning_rate=math.inf), "learning_rate = inf"),
+    (TrainingConfig, dict(save_every=1), "save_every = 1: .*--save-checkpoint"),
+    (TrainingConfig, dict(lr_warmup_steps=2, num_steps=2), "lr_warmup_steps = 2: .*--num-steps 2"),
+    (TrainingConfig, dict(save_best="a", save_checkpoint="a"), "save_best = 'a': .*--save-checkpoint"),
+    (TrainingConfig, dict(resume="a", init_from="b"), "init_from = 'b': .*--resume"),
+    (TrainingConfig, dict(amp_dtype="float16"), "amp_dtype = 'float16': .*--use-amp"),
+    (Switches, dict(GRAPHS, torch_compile_mode="reduce-overhead"), "torch_compile_mode = 'reduce-overhead'")])
 def test_what_a_field_refuses(kind, values, words):
-    with pytest.raises(ValueError) as caught:
+    """By its name and value, and the flag that it does not go together with. Limits of a single field:
+    test_flag_properties.py."""
+    with pytest.raises(ValueError, match=f"^{words}"):
         kind(**values)
-    assert str(caught.value).startswith(words)
-
-
-@pytest.mark.parametrize("kind, values", [
-    (TrainingConfig, dict(learning_rate=1, ema_decay=0.999, lr_warmup_steps=1, num_steps=2, init_from="a")),
-    (TrainingConfig, dict(num_steps=1, save_every=1, save_checkpoint="a", save_best="b", resume="a")),
-    (TrainingConfig, dict(num_steps=10 ** 5, seed=2 ** 63 - 1, use_amp=True, amp_dtype="float16")),
-    (Switches, dict(enable_torch_compile=True, torch_compile_mode="reduce-overhead"))])
-def test_what_it_takes(kind, values):
-    assert {name: getattr(kind(**values), name) for name in values} == values
 
 
 def test_presets_and_what_is_beside_them():
