@@ -738,7 +738,7 @@ def train(program, settings, compare_with=None):
         with Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
             losses, times = run_steps(trainer, source, profiling, findings, metrics, stop)
 
-        # Write the summary at once, since what follows may fail; then once more with what follows
+        # Sum up: once before the evaluation, which may fail, and once with it
         result = summary.summarise(trainer, findings, losses, profiling.undisturbed(times))
         path = summary.write(trainer, result)
         evaluate(trainer, source, metrics, stop, print, final=True)
@@ -783,8 +783,7 @@ def run(argv=None, program=PROGRAM):
     if mode in program.modes:
         return program.modes[mode](program, settings)
     if mode == "--compare-fusion":
-        rounds = getattr(arguments, "num_steps", None)  # which has no attribute unless it was given
-        return compare_fusion(program, settings, arguments.variants, rounds)
+        return compare_fusion(program, settings, arguments.variants, getattr(arguments, "num_steps", None))
     modes = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
              "--retune": retune.retune}
     return modes[mode](program, settings.claimed())

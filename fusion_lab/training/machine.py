@@ -113,6 +113,7 @@ def require_memory(program, device, *settings):
                     f"{free / GIGABYTE:.1f} GB are free on {device}; "
                     + (f"{flag(name)} {fitting} would fit" if fitting else "lower other sizes, too"))
 
+
 def cpu_name():
     return first_line("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
