@@ -109,6 +109,17 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_tests_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    rooms = "|".join(("fusion_lab", "tiny_openfold", "companions", "benchmarks", "docs", "tests"))
+    for path in re.findall(rf"`((?:{rooms})/[\w./-]*)`", text):
+        assert (ROOT / path).exists() or not (ROOT / path.split("/")[0]).exists(), f"{page.name}: {path}"
+    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in source, f"{page.name}: {name}"
+
+
 def test_raw_results_are_named_somewhere_and_what_is_named_is_there():
     results = {path.name for path in ROOT.glob("benchmarks/results/*")}
     if not results:
