@@ -46,6 +46,10 @@ def as_cif(path):
     return path.with_suffix(".cif")
 
 
+def read_alignment(path, query=None):
+    return files.load_alignment(path, query).msa
+
+
 def letters(msa):
     return ["".join(files.LETTERS[token] for token in row) for row in msa]
 

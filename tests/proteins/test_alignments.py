@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from fusion_lab.training.files import UserError
 from tests.properties import cases
-from tests.proteins.structures import letters, one_line_error, write
+from tests.proteins.structures import letters, one_line_error, read_alignment, write
 from tiny_openfold.proteins import files
-from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, read_alignment, read_structure
+from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, read_structure
 
 PLAIN = ["ACDEF", "AC-EF", "GHIKL"]
 SAME_ALIGNMENT = {  # file name, content: all the same three rows
@@ -253,12 +253,12 @@ def test_properties_of_formats_that_say_the_same(tmp_path_factory, rows, width, 
         content = text.replace("\n", ends).encode()
         path = place / (name + ".gz" * zipped)
         path.write_bytes(gzip.compress(content) if zipped else content)
-        assert np.array_equal(files.read_alignment(path), expected(rows)), name
+        assert np.array_equal(read_alignment(path), expected(rows)), name
         if name == "x.a3m" and number and "".join(drawn):  # another row's insertions have no columns
             with pytest.raises(UserError, match="in lowercase"):
-                files.read_alignment(path, f"row{number}")
+                read_alignment(path, f"row{number}")
         elif not (twins and name in ("x.sto", "x.clustal")):
-            assert np.array_equal(files.read_alignment(path, f"row{number}"), expected(ordered)), name
+            assert np.array_equal(read_alignment(path, f"row{number}"), expected(ordered)), name
 
 
 BEGINNINGS = st.sampled_from([b"", b">q\nACDEF"])
@@ -278,7 +278,7 @@ def test_properties_of_bytes_that_may_be_no_alignment(tmp_path_factory, content,
     path = tmp_path_factory.getbasetemp() / f"y.{suffix}"
     path.write_bytes(content)
     try:
-        msa = files.read_alignment(path, query)
+        msa = read_alignment(path, query)
     except UserError as error:
         assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
         return

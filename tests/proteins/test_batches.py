@@ -13,7 +13,6 @@ from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, MASK, Protein
 from tiny_openfold.proteins.synthetic import (
     PARTNER,
     paired_alignment,
-    random_chains,
     synthetic_proteins,
 )
 
@@ -81,20 +80,9 @@ def test_synthetic_batches_are_proteins_from_16_on():
                         coord_mask=np.ones((2, 8), np.float32))
         assert batch.keys() == expected.keys()
         assert all(np.array_equal(batch[key], expected[key]) for key in batch)
-
-
-def test_synthetic_evaluation_is_clean_and_apart_from_training():
-    source = SyntheticProteins(settings_of(seed=5))
-    assert source.held_out == [f"synthetic-{i}" for i in range(16)] and source.names == []
-    groups = source.evaluation()
-    for key, first in (("held_out", 0), ("training", 16)):
-        found = list(groups[key])
-        assert [name for name, _ in found] == [f"synthetic-{i}" for i in range(first, first + 16)]
-        for number in (0, 15):
-            msa, coords = synthetic_proteins(5, [first + number], 4, 8)
-            batch = found[number][1]
-            assert np.array_equal(batch["msa_tokens"], msa) and np.array_equal(batch["coords"], coords)
-            assert "msa_targets" not in batch
+    held_out = list(source.evaluation()["held_out"])
+    assert [name for name, _ in held_out] == source.held_out == [f"synthetic-{i}" for i in range(16)]
+    assert np.array_equal(held_out[15][1]["msa_tokens"], synthetic_proteins(5, [15], 4, 8)[0])
 
 
 def test_masked_batch_lacks_the_last_quarter_of_the_last_sample():
@@ -243,14 +231,6 @@ def test_an_evaluation_looks_at_as_many_training_families(validated, held_out, o
     assert len(list(source.evaluation()["training"])) == seen
 
 
-def test_built_in_alignments_have_all_rows_to_an_eighth_equally_often():
-    source = batches.NaturalProteins(settings_of(
-        num_seqs=2, seq_len=16, synthetic_world="natural", extra_seqs=64, coevolution="couplings"))
-    source.align = lambda seed, coords, rows: torch.zeros(len(coords), rows, 16, dtype=torch.uint8)
-    depths = [int((source.draw([number])[0][0] != GAP).any(1).sum()) for number in range(200)]
-    assert set(depths) == {64, 32, 16, 8} and min(map(depths.count, set(depths))) > 25
-
-
 # --- Evaluation ----------------------------------------------------------------------------------------
 
 GOING_ON = SimpleNamespace(signal=None)  # no signal came
@@ -302,41 +282,6 @@ def test_lddt_of_distances_is_that_of_a_structure_with_these_distances():
     assert contacts.distance_lddt(torch.zeros(40, 40), 1e3 * true, seen.float()) == 0.0  # nothing is near
 
 
-class Oracle(torch.nn.Module):
-    """Stands in for the model: sure of the pair (0, 6), and remembers what it was given."""
-
-    def forward(self, **batch):
-        self.given = {key: tuple(value.shape) for key, value in batch.items()}
-        probability = torch.zeros(1, 9, 9)
-        probability[0, 0, 6] = 1
-        return dict(contact_probability=probability, distances=2 * probability)
-
-
-def test_evaluation_of_chains_with_more_than_six_located_residues():
-    coords = torch.zeros(1, 9, 3)
-    coords[0, :, 0] = 100 * torch.arange(9.0)
-    coords[0, 6] = 1
-
-    def batch(located):
-        return dict(msa_tokens=torch.zeros(1, 2, 9), target_tokens=torch.arange(9)[None], coords=coords,
-                    seq_mask=torch.ones(1, 9), row_mask=torch.ones(1, 2),
-                    coord_mask=(torch.arange(9)[None] < located).float())
-    source = SimpleNamespace(held_out=["b", "c"], structure=str.upper, evaluation=lambda: dict(
-        training=iter([("a", batch(9)), ("x", batch(6))]), held_out=iter([("b", batch(7)), ("c", batch(9))])))
-    trainer = SimpleNamespace(model=Oracle(), device=torch.device("cpu"),
-                              training=SimpleNamespace(plot_contacts=None))
-    evaluation = contacts.evaluate(trainer, source, GOING_ON)
-    found = evaluation.details
-    assert evaluation.score is None and evaluation.scores["held-out lDDT"] == 0.75
-    assert {group: list(part) for group, part in found.items()} == dict(training=["a"], held_out=["b", "c"])
-    assert found["held_out"]["b"] == dict(p_l2=pytest.approx(1.0), p_l=1.0, chance=1.0,
-                                            p_l2_long=None, lddt=0.75)  # one pair of seven, √3 Å apart
-    assert found["training"]["a"] == dict(p_l2=pytest.approx(1 / 4), p_l=pytest.approx(1 / 6),
-                                          chance=pytest.approx(1 / 6), p_l2_long=None, lddt=0.75)
-    assert trainer.model.given == dict(msa_tokens=(1, 2, 9), target_tokens=(1, 9), seq_mask=(1, 9),
-                                       row_mask=(1, 2))
-
-
 # --- Synthetic proteins --------------------------------------------------------------------------------
 
 
@@ -347,15 +292,3 @@ def test_paired_world_follows_one_table():
     assert (msa[:, 3] == PARTNER[msa[:, 0]]).all() and (msa[:, 6] == PARTNER[msa[:, 4]]).all()
     assert [len(np.unique(msa[:, column])) for column in (0, 1, 2, 4, 5)] == 5 * [20]
     assert (msa[:, 2] == PARTNER[msa[:, 1]]).mean() < 0.1
-
-
-def test_a_synthetic_protein_depends_on_seed_and_number_alone():
-    msa, coords = synthetic_proteins(3, [4, 9], 5, 40)
-    assert msa.shape == (2, 5, 40) and coords.shape == (2, 40, 3) and coords.dtype == np.float32
-    for other in (synthetic_proteins(4, [4, 9], 5, 40), synthetic_proteins(3, [5, 10], 5, 40)):
-        assert not np.array_equal(other[1][0], coords[0]) and not np.array_equal(other[1][1], coords[1])
-    again = synthetic_proteins(3, [9], 5, 40)
-    assert np.array_equal(again[0][0], msa[1]) and np.array_equal(again[1][0], coords[1])
-    draws = np.random.default_rng((3, 9))
-    chain, = random_chains(draws.standard_normal((1, 41, 3)))
-    np.testing.assert_allclose(chain, coords[1], rtol=1e-6, atol=1e-5)

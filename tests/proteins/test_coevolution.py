@@ -30,17 +30,6 @@ def test_rows_of_gaps_share_no_weight_with_rows_that_are_nearly_such():
     assert coevolution.row_weights(padded, torch.ones(1, 10)).tolist() == [[0.5, 0.5, 0, 0, 0, 0, 0, 0]]
 
 
-def test_features_of_one_row_and_under_autocast():
-    rows = torch.randint(0, 20, (2, 1, 7), generator=torch.Generator().manual_seed(0))
-    found = coevolution.pair_features(rows)
-    assert found.dtype == torch.float32 and found.isfinite().all()
-    assert torch.equal(found, coevolution.pair_features(rows, torch.ones(2, 7)))
-    deep = torch.cat([rows, rows.flip(2), rows.roll(1, 2)], dim=1)
-    expected = coevolution.pair_features(deep)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(coevolution.pair_features(deep), expected)
-
-
 # --- Direct coupling analysis ----------------------------------------------------------------------------
 
 def slow_dca(msa, weights, pseudocount=0.5):

@@ -8,7 +8,6 @@ import torch
 
 from fusion_lab.training.evaluations import Evaluation
 from fusion_lab.training.files import UserError
-from tests.support import require_shared
 from tiny_openfold.proteins import contacts, files, maps
 from tiny_openfold.proteins.contacts import contact_map, write_map
 
@@ -36,36 +35,7 @@ def a_protein(numbers):
     return files.Protein("x", np.zeros((1, len(numbers)), np.uint8), None, "B", tuple(numbers))
 
 
-# --- Numbers as in the file ------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("suffix", [".pdb", ".cif"])
-def test_residue_numbers_are_the_files_own(tmp_path, suffix):
-    """Negative, with insertion codes, with a residue that the file lacks and one without CB."""
-    pytest.importorskip("gemmi")
-    from tests.proteins.structures import CODES, as_cif, atom, write_model
-    numbers = ["-1", "0", "1", "2", "2A", "2B", "3", "6", "7", "8"]
-    sequence = "MKVLAWDERQ"
-    path = write_model(tmp_path / "x.pdb", *(
-        atom(name, CODES[letter], "B", int(number.rstrip("AB")), (3.8 * place, dy, 0),
-             number[-1] if number[-1] in "AB" else " ")
-        for place, (number, letter) in enumerate(zip(numbers, sequence, strict=True))
-        for name, dy in (("N", 1), ("CA", 0), ("C", -1), ("CB", 1.5)) if (place, name) != (8, "CB")))
-    path = as_cif(path) if suffix == ".cif" else path
-    (tmp_path / "x.a3m").write_text(f">q\nGG{sequence}\n")
-    protein = files.load_protein(tmp_path / "x.a3m", path)
-    assert protein.chain == "B" and protein.numbers == ("", "", *numbers)
-    assert np.isnan(protein.coords[:, 0]).nonzero()[0].tolist() == [0, 1, 10]
-
-
-@pytest.mark.parametrize("pair, chain, first, last", [
-    (("1a3a_A.a3m", "1a3a.pdb"), "A", "4", "148"), (("3I2Z_A.a3m", "3I2Z_A.pdb"), None, "-1", "69"),
-    (("4CUP_A.a3m", "4CUP.cif"), None, "1856", "1970")])
-def test_real_structures_keep_their_numbers(pair, chain, first, last):
-    pytest.importorskip("gemmi")
-    protein = files.load_protein(*(require_shared("data", "pairs", name) for name in pair), chain)
-    numbered = [number for number in protein.numbers if number]
-    assert len(protein.numbers) == protein.length and (numbered[0], numbered[-1]) == (first, last)
-
+# --- Table and picture ----------------------------------------------------------------------------------
 
 def test_ticks_are_round_numbers_of_the_file():
     numbers = ["", "", *(str(n) for n in range(-1, 52)), "51A", "51B", *(str(n) for n in range(60, 70)), ""]
@@ -75,8 +45,6 @@ def test_ticks_are_round_numbers_of_the_file():
     odd = ["7A", "7B", "7C", "7D"]
     assert maps.ticks(odd) == ([0, 1, 2, 3], odd) and maps.ticks(["", ""]) == ([], [])
 
-
-# --- Table and picture ----------------------------------------------------------------------------------
 
 def test_table_holds_every_pair(tmp_path):
     protein = a_protein(["", "5", "6", "6A", *(str(n) for n in range(9, 19))])
@@ -100,60 +68,24 @@ def test_marked_are_the_pairs_that_precision_counts():
     assert found.missing.nonzero()[0].tolist() == [0, 13]
 
 
-def test_picture_shows_right_wrong_near_and_missing():
+def test_a_picture_marks_right_and_wrong_pairs_and_what_is_missing():
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
-    found = a_map(protein=a_protein(["1", "2", *(str(n) for n in range(10, 22))]), unseen=[5, 6])
-    axis = Figure().subplots()
-    labels = [handle.get_label() for handle in maps.draw_contacts(axis, found)]
-    assert [line.get_marker() for line in axis.lines] == ["o", "D"]
+    numbers = ["1", "2", *(str(n) for n in range(10, 22))]
+    found = a_map(protein=a_protein(numbers), unseen=[5, 6])
+    axis, beside = Figure().subplots(1, 2)
+    maps.draw_contacts(axis, found)
     right, wrong = (set(zip(line.get_ydata(), line.get_xdata(), strict=True)) for line in axis.lines)
     assert {(0, 13), (1, 12), (3, 10)} <= right and {(0, 8), (2, 9)} <= wrong and len(right | wrong) == 6
-    assert labels == ["contact (CB < 8 Å)", "|i-j| < 6, not counted", f"top L/2, right: {len(right)}",
-                      f"wrong: {len(wrong)}", "no coordinates"]
-    image = np.asarray(axis.images[0].get_array())
-    colours = [image[pair].tobytes() for pair in ((0, 13), (13, 0), (0, 3), (0, 7))]
-    assert colours[0] == colours[1] and len(set(colours)) == 3
-    maps.dress(axis, found, "x")
-    assert [bool(patch.get_hatch()) for patch in axis.patches] == 2 * [True]  # row and column
-    assert axis.get_xlabel() == "residue number in the structure file"
-    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["2", "10", "12", "14", "16", "18", "20"]
-
-
-@pytest.fixture
-def saved(monkeypatch):
-    """[figure] of what is saved, which is not drawn."""
-    figure, found = pytest.importorskip("matplotlib.figure"), []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **how: found.append(self))
-    return found
-
-
-def test_a_picture_has_contacts_and_distances_side_by_side(saved, tmp_path):
-    numbers = ["1", "2", *(str(n) for n in range(10, 22))]
-    maps.write_picture(tmp_path / "x.png", a_map("x\n", a_protein(numbers), unseen=[5, 6]))
-    contacts, distances, _ = saved[0].axes  # and the colour bar
-    title = saved[0].get_suptitle()
-    assert "x\ufffd" in title and "chain B" in title and "P(L/2) 0.50" in title and "chance 0.13" in title
-    assert len(saved[0].legends[0].get_texts()) == 5
-    image, = distances.images
-    shown = image.get_array()
+    shown = maps.draw_distances(beside, found).get_array()
     assert (shown[0, 13], shown[13, 0], shown[1, 0]) == (12, 5, 10)  # predicted above, true below
     assert shown.mask.sum() == 27 and shown.mask[5:7, :5].all() and not shown.mask[:5, 5:7].any()
-    for axis in (contacts, distances):
-        assert (axis.get_xlim(), axis.get_ylim()) == ((-0.5, 13.5), (13.5, -0.5))
-        hatched = [patch.get_bbox().extents for patch in axis.patches if patch.get_hatch()]
-        assert [hatched[0][[0, 2]].tolist(), hatched[1][[1, 3]].tolist()] == [[4.5, 6.5]] * 2
-        assert [*axis.lines[-1].get_xdata(), *axis.lines[-1].get_ydata()] == [-0.5, 13.5] * 2  # the diagonal
-
-
-def test_a_picture_without_a_structure_has_probabilities_in_grey(saved, tmp_path):
-    found = replace(a_map(size=700), precision={}, true=np.full((700, 700), np.nan))
-    maps.write_picture(tmp_path / "x.png", found)
-    contacts, distances, _ = saved[0].axes
-    assert len(contacts.lines[0].get_xdata()) == len(found.chosen[0]) and len(contacts.lines) == 2
-    image = np.asarray(contacts.images[0].get_array())
-    assert image[0, 13] == pytest.approx(1 - 0.7 * 0.9) and image[0, 300] == pytest.approx(1)
-    assert np.array_equal(distances.images[0].get_array(), found.distances)
+    maps.dress(axis, found, "x")
+    assert [bool(patch.get_hatch()) for patch in axis.patches] == 2 * [True]  # row and column
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["2", "10", "12", "14", "16", "18", "20"]
+    alone = replace(found, precision={}, true=np.full((14, 14), np.nan))  # no structure
+    maps.draw_contacts(beside, alone)
+    assert np.asarray(beside.images[1].get_array())[0, 13] == pytest.approx(1 - 0.7 * 0.9)
 
 
 # --- Runs ------------------------------------------------------------------------------------------------
@@ -181,61 +113,28 @@ def test_a_failing_picture_is_a_line_and_the_numbers_are_there(tmp_path, capsys,
 OTHER = dict(p_l2=1.0, p_l=0.75, chance=0.375, lddt=0.5)
 
 
-class OneProtein:
-    """A source whose proteins "y" and "x" are the hairpin, and a model that returns it."""
+@pytest.mark.parametrize("evaluated, asked, draws", [(1, None, False), (2, None, True), (2, "maps", False)])
+def test_the_end_of_a_run_draws_one_protein(evaluated, asked, draws, tmp_path, capsys):
+    """The last one that is held out, if the run was evaluated while it went on and no maps were asked for."""
+    pytest.importorskip("matplotlib")
     probability, distances, coords, coord_mask = hairpin()
+    batch = dict(target_tokens=torch.arange(14)[None], coords=coords[None], coord_mask=coord_mask[None])
 
-    def __init__(self):
-        self.trained, self.structures = [], []
-
-    def evaluation(self):
-        batch = dict(target_tokens=torch.arange(14)[None], coords=self.coords[None],
-                     coord_mask=self.coord_mask[None])
-        return dict(training=iter(()), held_out=iter([("y", dict(batch)), ("x", dict(batch))]))
-
-    def structure(self, name):
-        self.structures.append(name)
-
-    training = True
-
-    def train(self, mode=True):
-        self.training = mode
-
-    def eval(self):
-        self.training = False
-
-    def __call__(self, target_tokens):
-        return dict(contact_probability=self.probability[None], distances=self.distances[None])
-
-
-@pytest.mark.parametrize("evaluated, asked, found, draws", [
-    (1, None, True, False), (2, None, True, True), (2, "maps", True, False), (2, None, False, False)])
-def test_the_end_of_a_run_draws_one_protein(evaluated, asked, found, draws, tmp_path, monkeypatch, capsys):
-    drawn, source = [], OneProtein()
-    monkeypatch.setattr(contacts, "write_map", lambda *given: drawn.append(given))
-    monkeypatch.setattr(contacts, "find_spec", lambda name: found and name == "matplotlib")
+    class Model(torch.nn.Module):
+        def forward(self, target_tokens):
+            return dict(contact_probability=probability[None], distances=distances[None])
+    source = SimpleNamespace(structure=lambda name: None, evaluation=lambda: dict(
+        training=iter(()), held_out=iter([("y", dict(batch)), ("x", dict(batch))])))
     trainer = SimpleNamespace(
-        model=source, device=torch.device("cpu"), step_number=7, sequences={},
+        model=Model(), device=torch.device("cpu"), step_number=7, sequences={},
         training=SimpleNamespace(plot_contacts=asked),
         settings=SimpleNamespace(profiler=SimpleNamespace(profile_dir=str(tmp_path))))
-    for suffix in contacts.SUFFIXES:
-        (tmp_path / f"contacts{suffix}").write_text("earlier")
-    final, empty = (Evaluation("", {}, details=dict(held_out=held_out)) for held_out in (dict(x=OTHER), {}))
-    evaluations = {"final": final, **({3: Evaluation("", {})} if evaluated > 1 else {})}
-    contacts.closing(trainer, source, evaluations)
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert "after step 7, 100% of" in last and "1 protein" in last and "chance 38%" in last
-    path = str(tmp_path / "contacts")
-    assert len(lines) == draws and all(f"{path}.png" in line for line in lines)
-    assert source.training
-    assert [given[:2] for given in drawn] == [(path, "x")] * draws and source.structures == ["x"] * draws
-    for *_, tokens, arrays in drawn:
-        assert tokens.tolist() == list(range(14)) and len(arrays) == 4
-        assert all(torch.equal(a, b) for a, b in zip(arrays, hairpin(), strict=True))
-    aside = sorted(p.name.partition(".old-")[0] for p in tmp_path.glob("*.old-*"))
-    assert aside == sorted(f"contacts{suffix}" for suffix in contacts.SUFFIXES) * draws
-    contacts.closing(trainer, source, {"final": empty})
-    assert capsys.readouterr().out == ""
+    (tmp_path / "contacts.tsv").write_text("earlier")
+    final = Evaluation("", {}, details=dict(held_out=dict(x=OTHER)))
+    contacts.closing(trainer, source, {"final": final, **({3: Evaluation("", {})} if evaluated > 1 else {})})
+    assert "chance 38%" in capsys.readouterr().out.splitlines()[-1] and trainer.model.training
+    assert (tmp_path / "contacts.png").exists() is draws
+    assert [path.read_text() for path in tmp_path.glob("*.old-*")] == ["earlier"] * draws
 
 
 def test_the_end_of_a_run_names_held_out_families_whose_relatives_it_learned_from(capsys):

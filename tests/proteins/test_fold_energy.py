@@ -176,9 +176,3 @@ def test_clashes_are_of_atoms_that_are_too_near():
     cost = e.STIFFNESS * (e.TOUCH[N, CB].item() - 2) ** 2
     assert e.clashes(ones, one).item() == pytest.approx(cost, rel=1e-3)
     assert torch.equal(e.TOUCH, e.TOUCH.T)
-
-
-def test_real_folds_do_not_clash():
-    for angles in ((-63, -42), (-120, 130), (-75, 145)):
-        atoms = chain([angles] * 12)[None]
-        assert e.clashes(atoms, e.near_pairs(atoms)).item() < 0.1, angles

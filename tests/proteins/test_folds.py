@@ -6,7 +6,6 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
-from tests.support import require_shared
 from tiny_openfold.proteins import batches, folds, natural
 from tiny_openfold.proteins.folds import APART, EVERY, MISSING, RealFolds
 from tiny_openfold.proteins.geometry import CA, CB
@@ -24,15 +23,6 @@ def test_folds_are_chains_with_the_contacts_of_domains():
     again = folds.Folds(3, 64).piece(np.random.default_rng(0))
     assert np.array_equal(again, pieces[0])
     assert not np.allclose(folds.Folds(4, 64).piece(np.random.default_rng(0)), pieces[0])
-
-
-def test_pieces_are_denser_than_what_comes_first(monkeypatch):
-    def density():
-        source, rng = folds.Folds(3, 64), np.random.default_rng(0)
-        return np.mean([folds.contacts_per_residue(source.piece(rng)) for _ in range(60)])
-    several = density()
-    monkeypatch.setattr(folds.Folds, "TRIES", 1)
-    assert several > density() + 0.1
 
 
 def test_a_helix_and_a_strand_have_their_distances():
@@ -88,13 +78,6 @@ def test_relatives_of_families_are_never_drawn_and_held_out_chains_are_others(tm
     allowed = [k for k in range(36) if k not in near]
     assert unseen == set(allowed[::EVERY]) and trained == set(allowed) - unseen
     assert str(source) == "pieces of 30 real chains, 2 held out; 4 related to families are left out"
-
-
-def test_chains_are_drawn_by_their_lengths(tmp_path):
-    """So that every residue is as likely. Chain 0 is held out."""
-    source = RealFolds(saved(tmp_path / "f.npz", **chains([50, 30, 270])), 24)
-    long = [chain == 2 for chain, *_ in drawn(source, 2000)]
-    assert np.mean(long) == pytest.approx(0.9, abs=0.03)
 
 
 def test_a_crop_has_no_break_if_there_is_such_a_crop(tmp_path):
@@ -161,19 +144,6 @@ def test_half_of_the_folds_are_real_and_a_step_is_always_the_same(tmp_path):
     assert names == {key: value.shape for key, value in found[0].items() if key != "orientations"}
 
 
-def test_an_evaluation_asks_for_no_orientations_and_held_out_pieces_are_of_other_chains(tmp_path):
-    source = batches.open_source(settings_of(saved(tmp_path / "f.npz", **chains([20] * 40)),
-                                             orientations=True))
-    groups = {key: [batch for _, batch in group] for key, group in source.evaluation().items()}
-    assert len(groups["held_out"]) == 16 and "orientations" not in groups["held_out"][0]
-
-    def seen(group):
-        return {round(float(batch["coords"][0, 0, 1]) / 8) for batch in group
-                if batch["coord_mask"][0, -1] == 0}
-    assert seen(groups["held_out"]) <= {0, 16, 32} and not seen(groups["training"]) & {0, 16, 32}
-    assert seen(groups["held_out"]) and seen(groups["training"])
-
-
 def test_what_cannot_be_used_is_one_line_each(tmp_path):
     good = chains([30] * 4)
     whole = open(saved(tmp_path / "whole.npz", **good), "rb").read()
@@ -190,11 +160,3 @@ def test_what_cannot_be_used_is_one_line_each(tmp_path):
     for name in ("absent", "empty", "text", "cut", *changed):
         with pytest.raises(UserError, match=f"^--real-folds .*{name}.npz: [^\n]*$"):
             RealFolds(str(tmp_path / f"{name}.npz"), 24)
-
-
-def test_the_file_of_real_chains_is_taken():
-    source = RealFolds(require_shared("learning", "backbones_full.npz"), 96)
-    assert len(source.chains[False]) + len(source.chains[True]) == 2514 - 563 == 1951
-    piece = source.piece(np.random.default_rng(1))
-    bonds = np.linalg.norm(piece.backbone[:, 1] - piece.backbone[:, 0], axis=-1)
-    assert abs(np.nanmedian(bonds) - 1.459) < 0.02

@@ -7,17 +7,6 @@ import torch
 from tiny_openfold.proteins import coevolution, contacts, files, folds, natural
 
 
-def test_tables_of_amino_acids_have_their_published_order_and_sum():
-    for name, order, total in (("HYDROPHOBICITY", "IVLFCMAGTSWYPHDENQKR", -9.8),
-                               ("VOLUME", "WYFRKILMHQVETNPDCSAG", 2825.2),
-                               ("COMMON", "LAGVESIKRDTPNQFYMHCW", 99.91)):
-        table = dict(zip(files.AMINO_ACIDS, getattr(natural, name), strict=True))
-        assert "".join(sorted(table, key=lambda letter: -table[letter])) == order
-        assert sum(table.values()) == pytest.approx(total)
-    charged = {letter: x for letter, x in zip(files.AMINO_ACIDS, natural.CHARGE, strict=True) if x}
-    assert charged == dict(D=-1, E=-1, H=0.3, K=1, R=1)
-
-
 def test_natural_alignments_covary_where_residues_touch():
     source, rng = folds.Folds(0, 64), np.random.default_rng(1)
     coords = torch.from_numpy(np.stack([source.piece(rng) for _ in range(4)]))

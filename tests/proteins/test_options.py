@@ -46,24 +46,6 @@ def test_what_goes_together(values):
     assert vars(TrainingConfig(**values)).items() >= values.items()
 
 
-def test_presets_of_kernels():
-    """Only --enable-ultra turns them on."""
-    kernels = [name for name in tof.FusionConfig.names() if "triton" in name]
-    assert len(kernels) == 6
-    ultra, fast = tof.FusionConfig.ultra(), tof.FusionConfig.preset(True)
-    assert all(getattr(ultra, name) and not getattr(fast, name) for name in kernels)
-
-
-def test_idle_switches_are_named():
-    def idle(**switches):
-        return tof.PROGRAM.settings(enable_opm_fusion=False, **switches).idle(on_gpu=True)
-    assert idle() == idle(enable_torch_compile=True) == []
-    assert idle(enable_master_weights=True) == ["master weights need --use-amp"]
-    backend = dict(attention_backend="sdpa")
-    assert idle(**backend) == [] and idle(**backend, enable_flash_attention=False) == [
-        "--attention-backend is for fused attention"]
-
-
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("sizes", [
     {}, dict(batch_size=1), dict(batch_size=1, num_seqs=17), dict(seq_len=128),

@@ -51,15 +51,6 @@ def test_orientations_change_sign_in_a_mirror(atoms):
         torch.testing.assert_close(image[name][off], sign * found[name][off])
 
 
-def test_orientations_have_the_gradients_of_float64(atoms):
-    part = atoms[:5].clone().requires_grad_()
-    off = ~torch.eye(5, dtype=torch.bool)
-    assert torch.autograd.gradcheck(lambda x: [angle[off].sin() for angle in of(x).values()], part)
-    single = atoms.float().requires_grad_()  # the diagonal, too, has a finite gradient
-    sum(angle.sum() for angle in of(single).values()).backward()
-    assert single.grad.isfinite().all()
-
-
 def test_a_residue_straight_ahead_has_a_finite_gradient():
     """There theta means nothing, and the root in phi has no slope."""
     cb = torch.tensor([[1.5, 0, 0], [6.5, 0, 0]], dtype=torch.float64, requires_grad=True)
@@ -107,16 +98,9 @@ def test_loss_against_a_hand_count():
     assert found["theta"][0, 0, 1].argmax() == 5 and found["theta"][0, 1, 0].abs().max() == 0
     assert set(head(pair, bins, only_loss=True)) == {"orientation_loss"}
     assert set(head(pair)) == set(BINS)
-
-
-def test_a_batch_without_a_known_pair_costs_nothing():
-    head = OrientationHead(8)
-    with torch.no_grad():
-        head.projection.weight.normal_()
-    pair = torch.randn(2, 5, 5, 8, requires_grad=True)
-    loss = head(pair, torch.full((2, 5, 5, 3), UNKNOWN), only_loss=True)["orientation_loss"]
-    loss.backward()
-    assert loss.item() == 0 and pair.grad.abs().max() == 0 and head.projection.weight.grad.abs().max() == 0
+    nobody = head(pair.requires_grad_(), torch.full_like(bins, UNKNOWN), only_loss=True)["orientation_loss"]
+    nobody.backward()
+    assert nobody.item() == 0 and pair.grad.abs().max() == 0  # a batch without a known pair costs nothing
 
 
 def test_bins_stay_in_another_place_and_change_in_a_mirror():

@@ -19,25 +19,3 @@ def test_what_masks_leave_defined():
     assert found["msa_repr"][0].sum(-1).tolist() == [[4, 4, 0], [0, 0, 0]]
     assert found["pair_repr"][0].sum(-1).tolist() == [[5, 5, 0], [5, 5, 0], [0, 0, 0]]
     assert found["distances"][0].tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0]] and found["loss"] == 7
-
-
-def test_kinks_are_moved_half_to_either_side():
-    model = model_of(**SIZES)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(1)
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    model.shake()
-    moved = {name: x - before[name] for name, x in model.state_dict().items()}
-    inner = [moved.pop(name) for name in before if name.endswith("transition.linear1.bias")]
-    assert [x.tolist() for x in inner] == [len(x) // 2 * [8, -8] for x in inner] and len(inner) == 2
-    assert not any(x.any() for x in moved.values())
-
-
-def test_start_lines_name_sizes_kernels_and_counts():
-    trainer = tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(**SIZES, num_blocks=3), torch.device("cpu"))
-    lines = trainer.model.in_words(trainer.amp_dtype)
-    assert lines["sizes"] == "3 blocks, c_m 8, c_z 8, heads 2 and 2"
-    assert lines["last"] == "Kernel Reduction: 80.0% (36 fewer kernels) [nominal]"
-    assert lines["remarks"] == dict(enable_flash_attention="math on CPU; columns: sdpa: flash on CPU")
-    assert trainer.model.statistics() == trainer.model.get_fusion_statistics()
