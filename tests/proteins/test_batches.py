@@ -24,48 +24,26 @@ def settings_of(**values):
     return tof.PROGRAM.settings(**{**SMALL, **values})
 
 
-class Script:
-    """A random generator that returns what it is told, method by method, and remembers what it was asked."""
-
-    def __init__(self, **answers):
-        self.answers, self.asked = {name: list(values) for name, values in answers.items()}, []
-
-    def __getattr__(self, name):
-        def answer(*arguments):
-            self.asked.append((name, *arguments))
-            return self.answers[name].pop(0)
-        return answer
-
-
 # --- Corruption and targets ----------------------------------------------------------------------------
 
-def test_corruption_at_its_thresholds():
-    """Of 15% of the positions 10% become random, 10% another row's, 10% stay, 70% are masked."""
-    msa = np.array([[[1, 2, 3, 4, 5, 6, 7, 8, MASK], [11, 12, 13, 14, 15, 16, 17, 18, 19]]])
-    chosen = np.full(msa.shape, 0.9)
-    chosen[0, 0] = [0.149, 0.15, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    kind = np.full(msa.shape, 0.0)
-    kind[0, 0] = [0.099, 0.0, 0.1, 0.199, 0.2, 0.299, 0.3, 0.99, 0.5]
-    rng = Script(random=[chosen, kind], integers=[np.ones(msa.shape, int), np.full(msa.shape, 9)])
-    corrupted, targets = corrupt(rng, msa)
-    assert corrupted[0].tolist() == [[9, 2, 13, 14, 5, 6, MASK, MASK, MASK], msa[0, 1].tolist()]
-    assert targets[0].tolist() == [[1, -100, 3, 4, 5, 6, 7, 8, -100], 9 * [-100]]
-
-
-def test_targets_lie_within_both_masks_and_the_query_stays_whole():
-    msa = np.arange(12).reshape(1, 3, 4)
-    rng = Script(random=[np.zeros(msa.shape), np.ones(msa.shape)], integers=[0 * msa, 0 * msa])  # all masked
-    seq_mask, row_mask = np.array([[1.0, 1, 1, 0]], np.float32), np.array([[1.0, 0, 1]], np.float32)
-    arrays = dict(coords=np.ones((1, 4, 3)), coord_mask=np.ones((1, 4)), seq_mask=seq_mask, row_mask=row_mask)
-    batch = assemble(rng, msa, **arrays)
-    assert (batch["msa_tokens"] == MASK).all() and batch["target_tokens"].tolist() == [[0, 1, 2, 3]]
-    assert batch["msa_targets"][0].tolist() == [[0, 1, 2, -100], 4 * [-100], [8, 9, 10, -100]]
-    assert {key: tuple(value.shape) for key, value in batch.items()} == dict(
-        msa_tokens=(1, 3, 4), target_tokens=(1, 4), seq_mask=(1, 4), row_mask=(1, 3), msa_targets=(1, 3, 4),
-        coords=(1, 4, 3), coord_mask=(1, 4))
-    clean = assemble(None, msa, clean=True, **arrays)
-    assert clean["msa_tokens"][0].tolist() == msa[0].tolist() and "msa_targets" not in clean
-    assert rng.asked[2][2].tolist() == [[[2]]]  # corrupt() was told of the row that is missing
+def test_corruption_has_the_shares_of_the_paper():
+    """Of 15% of the positions 70% are masked, 10% have another row's letter, 10% any, 10% their own. The
+    third row is missing: it is neither drawn from nor asked for."""
+    msa = np.repeat(np.array([[[0], [1], [9]]]), 40_000, axis=2)
+    msa[0, 0, :100] = MASK
+    masks = np.ones((1, msa.shape[2])), np.array([[1.0, 1, 0]])
+    batch = assemble(np.random.default_rng(0), msa, np.zeros((1, 40_000, 3)), np.ones((1, 40_000)), *masks)
+    found, targets = batch["msa_tokens"][0].numpy(), batch["msa_targets"][0].numpy()
+    assert (targets[2] == -100).all() and (targets[0, :100] == -100).all()
+    asked = targets != -100
+    assert (found == msa[0])[:2][~asked[:2]].all() and (targets == msa[0])[asked].all()
+    assert asked[:2].mean() == pytest.approx(0.15, abs=0.005)
+    first = found[0][asked[0]]  # whose own letter is 0, and that of the other row 1
+    shares = [(first == token).mean() for token in (MASK, 0, 1, 5, 9)]
+    assert shares == pytest.approx([0.7, 0.155, 0.055, 0.005, 0.005], abs=0.02)
+    assert batch["target_tokens"][0, 100:].tolist() == [0] * 39_900
+    clean = assemble(None, msa, np.zeros((1, 40_000, 3)), np.ones((1, 40_000)), *masks, clean=True)
+    assert np.array_equal(clean["msa_tokens"], msa) and "msa_targets" not in clean
 
 
 # --- Synthetic batches ---------------------------------------------------------------------------------
@@ -117,35 +95,33 @@ def real(families=(), unseen=(), **values):
     return source
 
 
-@pytest.mark.parametrize("centre, before, start", [
-    (19, 0, 12), (0, 7, 0), (10, 3, 7), (3, 7, 0), (18, 2, 12)])
-def test_crops_reach_both_ends(centre, before, start):
-    rng = Script(choice=[centre], integers=[before], permutation=[np.array([2, 1])])
-    protein = family(unseen=[4])
-    msa, coords, seen, seq_mask, row_mask = real().take(rng, protein, 8, 3).values()
-    columns = [*range(start, start + 8)]
-    assert msa.tolist() == [[(row + s) % 20 for s in columns] for row in (0, 2, 1)]
-    assert coords[:, 0].tolist() == [0 if s == 4 else s for s in columns]  # at the origin: absent
-    assert seen.tolist() == [s != 4 for s in columns]
-    assert seq_mask.tolist() == 8 * [1] and row_mask.tolist() == 3 * [1]
-    (_, centres), (_, offset), (_, rows) = rng.asked
-    assert centres.tolist() == [s for s in range(20) if s != 4] and offset == 8 and rows.tolist() == [1, 2]
+def test_crops_hold_a_residue_with_coordinates_and_reach_both_ends():
+    protein, starts = family(rows=6, unseen=[*range(9), 12]), set()
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        msa, coords, seen, seq_mask, row_mask = real().take(rng, protein, 8, 4).values()
+        start, rows = int(msa[0, 0]), (msa[:, 0] - msa[0, 0]) % 20
+        starts.add(start)
+        assert rows[0] == 0 and len({*rows}) == 4  # the query comes first and once
+        assert msa.tolist() == [[(row + s) % 20 for s in range(start, start + 8)] for row in rows]
+        located = [s > 8 and s != 12 for s in range(start, start + 8)]
+        assert seen.tolist() == located and any(located)
+        assert coords[:, 1].tolist() == [10 * s * there for s, there in zip(
+            range(start, start + 8), located, strict=True)]  # at the origin: absent
+        assert seq_mask.all() and row_mask.all()
+    assert {min(starts), max(starts)} == {2, 12}
 
 
-def test_the_query_comes_first_and_once_and_padding_is_marked():
-    order = np.array([5, 1, 3, 2, 4])
-    msa, coords, seen, seq_mask, row_mask = real().take(
-        Script(permutation=[order]), family(rows=6, length=5, unseen=[1]), 5, 3).values()  # no crop is drawn
-    assert msa.tolist() == [[(row + s) % 20 for s in range(5)] for row in (0, 5, 1)] and msa.dtype == np.int64
-    msa, coords, seen, seq_mask, row_mask = real().take(
-        Script(permutation=[order[1:3]]), family(rows=4, length=5, unseen=[1]), 7, 5).values()
-    rows = [[(row + s) % 20 for s in range(5)] + [GAP, GAP] for row in (0, 1, 3)]
-    assert msa.tolist() == [*rows, 7 * [GAP], 7 * [GAP]]
-    assert coords[:, 1].tolist() == [0, 0, 20, 30, 40, 0, 0] and coords.dtype == np.float32
-    assert seen.tolist() == [1, 0, 1, 1, 1, 0, 0] and seq_mask.tolist() == [1, 1, 1, 1, 1, 0, 0]
-    assert row_mask.tolist() == [1, 1, 1, 0, 0]
-    sample = real().take(Script(permutation=[order[1:3]]), family(rows=4, length=5, unseen=[1]), 7, 2, 5)
-    assert sample["extra"].tolist() == msa.tolist()
+def test_padding_is_marked_and_extra_rows_hold_the_others():
+    protein = family(rows=4, length=5, unseen=[1])
+    sample = real().take(np.random.default_rng(0), protein, 7, 6, 5)
+    assert (sample["msa"][4:] == GAP).all() and (sample["msa"][:, 5:] == GAP).all()
+    assert sorted(sample["msa"][:4, :5].tolist()) == protein.msa.tolist() and sample["msa"][0, 0] == 0
+    assert sample["coords"][:, 1].tolist() == [0, 0, 20, 30, 40, 0, 0]
+    assert sample["coord_mask"].tolist() == [1, 0, 1, 1, 1, 0, 0]
+    assert sample["seq_mask"].tolist() == [1] * 5 + [0] * 2
+    assert sample["row_mask"].tolist() == [1] * 4 + [0] * 2
+    assert sample["extra"].tolist() == sample["msa"][:5].tolist()
 
 
 def test_every_step_draws_other_families_crops_and_rows():
@@ -155,8 +131,6 @@ def test_every_step_draws_other_families_crops_and_rows():
         assert not torch.equal(steps[0][key], steps[1][key])
     assert all(torch.equal(steps[2][key], source.batch(2)[key]) for key in steps[2])
     assert not torch.equal(real(source.families, batch_size=3, seed=8).batch(0)["coords"], steps[0]["coords"])
-    assert set(steps[0]) == {"msa_tokens", "target_tokens", "seq_mask", "row_mask", "msa_targets", "coords",
-                             "coord_mask"}
     assert steps[0]["msa_tokens"].shape == (3, 4, 8) and steps[0]["coords"].shape == (3, 8, 3)
 
 
