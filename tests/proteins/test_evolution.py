@@ -1,7 +1,6 @@
 """What real alignments are learned from: validation families, batches of the world `natural`, coevolution."""
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import one_hot

@@ -116,24 +116,6 @@ def test_every_residue_of_1pko_sits_at_its_own_number():
     assert protein.sequence[38] == "X" and protein.length == 139
 
 
-def test_real_mmcif_leaves_the_unresolved_end_without_coordinates():
-    protein = load_protein(data("pairs/4CUP_A.a3m"), data("pairs/4CUP.cif"))
-    assert columns_with_coords(protein.coords) == [*range(115)] and np.isfinite(protein.backbone[:115]).all()
-    chain, = read_structure(data("pairs/4CUP.cif"))  # ligands and waters bear the same auth name
-    assert chain.name == "A" and len(chain.sequence) == 117 and chain.seen.sum() == 115
-
-
-def test_missing_residues_differ_between_the_chains_of_1a3a():
-    chains = read_structure(data("pairs/1a3a.pdb"))
-    assert [(c.name, len(c.sequence), int(c.seen.sum())) for c in chains] == [
-        ("A", 148, 145), ("B", 148, 141), ("C", 148, 146), ("D", 148, 144)]
-    assert load_protein(data("pairs/1a3a_A.a3m"), data("pairs/1a3a.pdb")).chain == "A"  # C ties, A is first
-    shorter = load_protein(data("pairs/1a3a_A.a3m"), data("pairs/1a3a.pdb"), chain="B")
-    assert shorter.chain == "B" and np.isfinite(shorter.coords).all(1).sum() == 141
-    error = one_line_error(read_structure, data("pairs/1a3a.pdb"), "E")
-    assert "1a3a.pdb" in error and "A (145 residues)" in error and "D (144 residues)" in error
-
-
 def test_families_have_the_known_shapes_and_contact_shares(families_dir):
     table = re.findall(r"(?m)^\| (\w+_A) \| PF\d+ [^|]*\|[^|]*\| (\d+) \| (\d+) \([^|]*\| ([\d.]+) \|",
                        data("README.md").read_text())
@@ -346,6 +328,29 @@ def test_a_residue_with_an_unknown_coordinate_has_none(tmp_path):
     assert "3.8 -1.5 0 " in text
     path = write(tmp_path / "x.cif", text.replace("3.8 -1.5 0 ", "3.8 ? 0 "))
     assert columns_with_coords(load_protein(msa, path).coords) == [0, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("first, plddt, expected", [
+    ([], False, False), ([], True, True), (["EXPDTA    X-RAY DIFFRACTION"], True, False),
+    (["EXPDTA    THEORETICAL MODEL"], False, True), (["PARENT N/A"], False, True),
+    (["TITLE     ALPHAFOLD MONOMER V2.0 PREDICTION FOR X"], False, True),
+    (["EXPDTA    X-RAY DIFFRACTION", "REMARK 200 STARTING MODEL: ALPHAFOLD"], False, False),
+    (["REMARK   1 MODEL CREATED WITH SOMETHING"], False, True)])
+def test_a_prediction_is_told_from_an_experiment(first, plddt, expected, query, tmp_path):
+    """By what its file says, or by one B-factor for all atoms of a residue, as pLDDT is written."""
+    lines = [f"{line[:60]}{50 + plddt * int(line[22:26]):6.2f}{line[66:]}" for line in model(SEQUENCE)]
+    path = write_model(tmp_path / "x.pdb", *first, *lines)
+    assert read_structure(path)[0].predicted is expected
+    assert any("predicted structure" in remark for remark in load_protein(query, path).remarks) is expected
+    if not first:
+        text = as_cif(path).read_text() + "_ma_model_list.ordinal_id 1\n"
+        assert read_structure(write(tmp_path / "y.cif", text))[0].predicted
+
+
+def test_a_consensus_as_the_query_is_said(tmp_path):
+    path = write(tmp_path / "x.a3m", "#cluster\n>c_consensus\nMKTAY\n>q\nMKTAY\n")
+    remark, = files.load_alignment(path).remarks
+    assert "consensus" in remark and "\n" not in remark and not files.load_alignment(path, "q").remarks
 
 
 def a_chain(sequence, seen):

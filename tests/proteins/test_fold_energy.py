@@ -137,12 +137,6 @@ def test_the_plot_is_a_density_and_knows_glycine_and_proline():
     assert both.item() == pytest.approx(a[0] + g[1])
 
 
-def test_crowding_is_of_residues_two_or_more_apart():
-    points = torch.tensor([[[0.0], [1.0], [3.0], [3.5]], [[0.0], [9.0], [18.0], [27.0]]])
-    assert e.crowding(points).tolist() == pytest.approx([0.9 ** 2 + 1.4 ** 2 + 0.4 ** 2, 0], abs=1e-5)
-    assert e.crowding(points, 3.2)[0].item() == pytest.approx(0.2 ** 2 + 0.7 ** 2, abs=1e-5)
-
-
 def test_whole_chains_have_whole_bonds():
     atoms = chain([(-60, -45)] * 8)[None]
     assert e.peptide_bonds(atoms).item() < 0.1

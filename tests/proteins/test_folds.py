@@ -25,15 +25,6 @@ def test_folds_are_chains_with_the_contacts_of_domains():
     assert not np.allclose(folds.Folds(4, 64).piece(np.random.default_rng(0)), pieces[0])
 
 
-def test_a_helix_and_a_strand_have_their_distances():
-    helix, strand = folds.helix(12), folds.strand(8)
-    assert np.linalg.norm(np.diff(helix, axis=0), axis=1) == pytest.approx(np.full(11, 3.8), abs=0.1)
-    assert np.linalg.norm(helix[4:] - helix[:-4], axis=1) == pytest.approx(np.full(8, 6.2), abs=0.2)
-    assert np.linalg.norm(np.diff(strand, axis=0), axis=1) == pytest.approx(np.full(7, 3.76), abs=0.02)
-    assert np.linalg.norm(folds.side_chains(helix)[1:-1] - helix[1:-1], axis=1) == pytest.approx(
-        np.full(10, folds.CB_LENGTH), rel=0.25)
-
-
 # --- Real chains ----------------------------------------------------------------------------------------
 
 SIZES = dict(num_blocks=1, num_seqs=4, seq_len=24, batch_size=4, device="cpu", synthetic_world="natural",
@@ -125,11 +116,8 @@ def settings_of(path, **values):
 def test_half_of_the_folds_are_real_and_a_step_is_always_the_same(tmp_path):
     path = saved(tmp_path / "f.npz", **chains([20] * 40))
     source, twin = (batches.open_source(settings_of(path, orientations=True)) for _ in range(2))
-    assert source.describe() == ("synthetic proteins (natural), 16 held out; 50% of the folds are pieces of "
-                                 "37 real chains, 3 held out; 0 related to families are left out")
+    assert "37 real chains, 3 held out" in source.describe()
     assert "learns nothing" in batches.open_source(settings_of(None, orientations=True)).describe()
-    checked = batches.open_source(settings_of(path, orientations=True)).check_batch()
-    assert checked["coords"].shape[1:] == (24, 3)  # for --verify-accuracy, whatever the world
     found = [source.batch(step) for step in range(8)]
     assert all(torch.equal(found[3][key], twin.batch(3)[key]) for key in found[3])
     real = torch.cat([batch["coord_mask"] for batch in found])[:, -1] == 0  # chains of 20 have a tail of 4
@@ -140,8 +128,6 @@ def test_half_of_the_folds_are_real_and_a_step_is_always_the_same(tmp_path):
     assert (bins[real][:, :20, :20][:, off] >= 0).all()
     plain = batches.open_source(settings_of(None)).batch(0)
     assert "orientations" not in plain and (plain["coord_mask"] == 1).all()
-    names = {key: value.shape for key, value in plain.items()}
-    assert names == {key: value.shape for key, value in found[0].items() if key != "orientations"}
 
 
 def test_what_cannot_be_used_is_one_line_each(tmp_path):
@@ -149,11 +135,9 @@ def test_what_cannot_be_used_is_one_line_each(tmp_path):
     whole = open(saved(tmp_path / "whole.npz", **good), "rb").read()
     for name, content in dict(empty=b"", text=b"a b c", cut=whole[:-200]).items():
         (tmp_path / f"{name}.npz").write_bytes(content)
-    changed = dict(
-        lacking={"index": None}, objects={"xyz": np.array([[[None]]])}, atoms={"xyz": good["xyz"][:, :4]},
-        residues={"index": good["index"][1:]}, offset={"offset": good["offset"][::-1]},
-        related={"near_families": np.ones(4, bool)},
-        missing={"xyz": np.where(np.arange(5)[:, None] == 2, MISSING, good["xyz"])})
+    changed = dict(lacking={"index": None}, residues={"index": good["index"][1:]},
+                   offset={"offset": good["offset"][::-1]}, related={"near_families": np.ones(4, bool)},
+                   missing={"xyz": np.where(np.arange(5)[:, None] == 2, MISSING, good["xyz"])})
     for name, change in changed.items():
         arrays = {key: value for key, value in (good | change).items() if value is not None}
         saved(tmp_path / f"{name}.npz", **arrays)

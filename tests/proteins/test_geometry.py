@@ -92,12 +92,3 @@ def test_rotations_are_rotations_and_their_gradients_true():
     place = torch.randn(5, 3, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (first, second, place)]
     assert torch.autograd.gradcheck(lambda a, b, p: g.backbone(g.rotations(a, b), p), inputs)
-
-
-def test_scaling_finds_points_of_these_distances():
-    points = 5 * torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    distances = torch.cdist(points, points).fill_diagonal_(0)
-    found = g.scaled(distances, 5)
-    assert torch.cdist(found, found) == pytest.approx(distances, abs=1e-6)
-    assert found.shape == (9, 5) and found[:, 3:].abs().max() < 1e-6
-    assert g.scaled(distances[:2, :2], 3).shape == (2, 3)  # fewer residues than dimensions

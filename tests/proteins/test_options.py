@@ -60,39 +60,26 @@ def test_opm_fusion_is_idle_where_the_plain_order_runs(sizes, on_gpu):
     assert ("enable_opm_fusion" in settings.in_use(on_gpu)) == runs
 
 
-def test_idle_triton_kernels_say_what_they_need(monkeypatch):
-    def idle(pair_dim=128, use_amp=True, on_gpu=True, msa_dim=48, heads=4, rows=16, samples=4, **switches):
-        model = tof.TinyOpenFoldConfig(msa_dim=msa_dim, pair_dim=pair_dim, msa_heads=heads, pair_heads=heads,
-                                       num_seqs=rows)
-        given = dict(use_amp=use_amp, batch_size=samples, enable_opm_fusion=False) | switches
-        settings = tof.PROGRAM.settings(**given)
-        return replace(settings, model=model).idle(on_gpu)
-    attention, triangle = dict(enable_triton_attention=True), dict(enable_triton_triangle=True)
+@pytest.mark.parametrize("switches, sizes, word", [
+    (dict(enable_master_weights=True), dict(amp=False), "--use-amp"),
+    (dict(attention_backend="sdpa", enable_flash_attention=False), {}, "attention"),
+    (dict(enable_triton_attention=True), {}, ""), (dict(enable_triton_triangle=True), {}, ""),
+    (dict(enable_triton_triangle=True), dict(amp=False), "--use-amp"),
+    (dict(enable_triton_triangle=True), dict(pair_dim=96), "96"),
+    (dict(enable_triton_relu=True), dict(pair_dim=96), "48 or 96"),
+    (dict(enable_triton_attention=True), dict(pair_dim=96), ""),  # one between library projections
+    (dict(enable_triton_attention=True), dict(msa_dim=256, pair_dim=512, heads=1), "256 or 512"),
+    (dict(enable_triton_attention=True, attention_backend="sdpa"), {}, "gives way"),
+    (dict(enable_triton_outer_layout=True, enable_opm_fusion=True), dict(rows=15), "re-associated"),
+    (dict(enable_triton_outer_layout=True), dict(rows=15), ""),
+    (dict(enable_triton_weight_gradients=True), {}, "torch.compile"),
+    (dict(enable_triton_triangle=True), dict(gpu=False), "GPU")])
+def test_a_switch_that_does_nothing_is_named(switches, sizes, word, monkeypatch):
     monkeypatch.setattr(limits, "HAS_TRITON", True)
-    assert idle() == idle(**attention) == idle(**triangle) == idle(48, **attention) == []
-    relu = dict(enable_triton_relu=True)
-    assert idle(**relu) == []  # for the pair tensor it has one
-    assert idle(use_amp=False, **triangle) == [
-        "Triton kernels need --use-amp: float32 is more exact without them"]
-    assert idle(96, **attention, **triangle, **relu) == [  # attention has one between library projections
-        "triton-triangle has no kernel for 96 channels",
-        "triton-relu has no kernel for 48 or 96 channels"]
-    assert idle(256, msa_dim=256, heads=1, **attention) == []  # the bias of MSA rows has one
-    assert idle(512, msa_dim=256, heads=1, **attention) == [
-        "triton-attention has no kernel for heads of 256 or 512 channels"]
-    assert idle(msa_dim=128, heads=128, **attention) == []
-    layout = dict(enable_triton_outer_layout=True)
-    assert idle(96, **layout) == idle(rows=16, samples=1, **layout) == []
-    assert idle(rows=15, samples=1, **layout) == []
-    assert idle(rows=15, samples=1, enable_opm_fusion=True, **layout) == [
-        "triton-outer-layout is for outer products that are not re-associated"]
-    gradients = dict(enable_triton_weight_gradients=True)
-    assert idle(**gradients) == ["triton-weight-gradients needs torch.compile"]
-    assert idle(enable_torch_compile=True, **gradients) == []
-    for switches in (dict(gradients, enable_torch_compile=True), layout, relu, triangle):
-        assert idle(on_gpu=False, **switches) == ["Triton kernels need a GPU"]
-    for other in (dict(attention_backend="sdpa"), dict(enable_flash_attention=False)):
-        assert idle(**attention, **other) == [
-            "triton-attention gives way to the attention that was asked for"]
-    monkeypatch.setattr(limits, "HAS_TRITON", False)
-    assert idle(**attention) == ["Triton kernels need Triton (pip install triton)"]
+    given = dict(pair_dim=128, msa_dim=48, heads=4, rows=16, amp=True, gpu=True) | sizes
+    heads = given["heads"]
+    model = tof.TinyOpenFoldConfig(msa_dim=given["msa_dim"], pair_dim=given["pair_dim"], msa_heads=heads,
+                                   pair_heads=heads, num_seqs=given["rows"])
+    chosen = dict(use_amp=given["amp"], batch_size=1, enable_opm_fusion=False) | switches
+    found = replace(tof.PROGRAM.settings(**chosen), model=model).idle(given["gpu"])
+    assert len(found) == bool(word) and word in "".join(found)

@@ -51,16 +51,6 @@ def test_orientations_change_sign_in_a_mirror(atoms):
         torch.testing.assert_close(image[name][off], sign * found[name][off])
 
 
-def test_a_residue_straight_ahead_has_a_finite_gradient():
-    """There theta means nothing, and the root in phi has no slope."""
-    cb = torch.tensor([[1.5, 0, 0], [6.5, 0, 0]], dtype=torch.float64, requires_grad=True)
-    ca, n = (cb.detach() + torch.tensor(by) for by in ([-1.5, 0, 0], [-2.0, 1.3, 0]))
-    angles = orientations.between(n, ca, cb)
-    assert angles["phi"][0, 1].item() == pytest.approx(math.pi, abs=1e-4)
-    angles["phi"][0, 1].backward()
-    assert cb.grad.isfinite().all()
-
-
 def test_bins_hold_their_angles(atoms):
     angles, atoms = of(atoms), atoms.clone()
     atoms[5] = math.nan
@@ -103,25 +93,6 @@ def test_loss_against_a_hand_count():
     assert nobody.item() == 0 and pair.grad.abs().max() == 0  # a batch without a known pair costs nothing
 
 
-def test_bins_stay_in_another_place_and_change_in_a_mirror():
-    atoms = a_fold()
-    bins = bins_of(atoms[:, :3])
-    expected = orientations.targets(*(atoms[:, atom] for atom in (geometry.N, geometry.CA, geometry.CB)))
-    assert bins.dtype == torch.int8 and bins.shape == (24, 24, 3)
-    for number, name in enumerate(BINS):  # the CB of the ideal residue is the fold's own
-        assert torch.equal(bins[..., number].long(), expected[name])
-    assert torch.equal(bins_of(turned(atoms)[:, :3]), bins)
-    image = bins_of((atoms * torch.tensor([1, 1, -1]))[:, :3])
-    near = bins[..., 0] > 0
-    assert (image[near] != bins[near]).any(-1).double().mean() > 0.9
-    missing = atoms[:, :3].clone()
-    missing[3, 2] = math.nan
-    known = bins_of(missing)
-    assert (known[3] == UNKNOWN).all() and (known[:, 3] == UNKNOWN).all()
-    others = torch.arange(24) != 3
-    assert torch.equal(known[others][:, others], bins[others][:, others])
-
-
 def model_of(**values):
     torch.manual_seed(0)
     return tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**SMALL, **values))
@@ -142,12 +113,9 @@ def test_the_model_adds_a_weighted_term_that_ranks_can_weigh():
     torch.testing.assert_close(found["loss"], sum(parts))
     counts = model.loss_counts(**batch)
     assert counts.tolist() == [6 ** 2 + 5 ** 2, 6 ** 2 + 5 ** 2, (batch["msa_targets"] >= 0).sum()]
-    assert set(model(**batch, only_loss=True)) == {"loss", "loss_terms", "distogram_loss", "orientation_loss",
-                                                   "masked_msa_loss"}
     bins = batch.pop("orientations")
     without = model(**batch)  # which works, too
     torch.testing.assert_close(without["loss"], found["distogram_loss"] + parts[2])
-    assert len(model.loss_counts(**batch)) == 2 and without["omega"].shape == (2, 6, 6, 25)
     halves = [model(**{key: value[i:i + 1] for key, value in batch.items()}, orientations=bins[i:i + 1])
               for i in range(2)]
     together = (36 * halves[0]["orientation_loss"] + 25 * halves[1]["orientation_loss"]) / 61
@@ -200,7 +168,6 @@ def test_training_lowers_the_loss_of_orientations(tmp_path):
     done = run_program("tiny_openfold_v2.py", *flags, "--orientations", "--num-steps", 40, "--learning-rate",
                        "5e-3", "--save-checkpoint", tmp_path / "c.pt", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "50% of the folds are pieces of 37 real chains, 3 held out" in done.stdout
     saved = read_model(tmp_path / "c.pt", tof.PROGRAM)
     settings = tof.PROGRAM.settings(**sizes, orientations=True)
     source, model = batches.open_source(settings), tof.TinyOpenFoldV2(settings.model)
@@ -212,7 +179,3 @@ def test_training_lowers_the_loss_of_orientations(tmp_path):
     before = loss()
     model.load_state_dict(saved.weights)
     assert saved.config.orientations and loss() < 0.9 * before
-    for argument in ("--resume", "--init-from"):  # without the flag: one line says which is missing
-        again = run_program("tiny_openfold_v2.py", *flags, argument, tmp_path / "c.pt", "--num-steps", 41,
-                            cwd=tmp_path)
-        assert again.returncode == 2 and "--orientations" in again.stderr and again.stderr.count("\n") == 1

@@ -3,7 +3,6 @@ import contextlib
 import fcntl
 import json
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from tiny_openfold.proteins.relatives import Depth
 CPU = torch.device("cpu")
 SIZES = dict(num_blocks=2, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
 SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVGH"
+FLAGS = ["--resume", "m.pt", "--device", "cpu", "-o", "out"]
 CARD = dict(about="for tests", scores=[0.5, None])
 
 
@@ -42,9 +42,10 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def model_file(tmp_path):
+def model_file(tmp_path, monkeypatch):
     model = a_model()
     save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, CARD)
+    monkeypatch.chdir(tmp_path)
     return tmp_path / "m.pt"
 
 
@@ -128,8 +129,7 @@ def with_structure(tmp_path):
 def test_with_a_structure_there_is_precision_beside_dca(tmp_path, model_file, capsys, monkeypatch):
     monkeypatch.setattr(prediction, "YARDSTICK_ROWS", 3)
     alignment, structure = with_structure(tmp_path)
-    flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out"]
-    assert run("--contacts", alignment, "--structure", f"{structure}:A", *flags) == 0
+    assert run("--contacts", alignment, "--structure", f"{structure}:A", *FLAGS) == 0
     out = capsys.readouterr().out
     arrays = np.load(tmp_path / "out" / "x.npz")
     assert arrays["numbers"][0] == "5" and arrays["numbers"][12] == "" and arrays["numbers"][14] == "19"
@@ -151,12 +151,12 @@ def test_with_a_structure_there_is_precision_beside_dca(tmp_path, model_file, ca
 
 
 @pytest.mark.parametrize("coevolution", ["none", "couplings"])
-def test_how_many_rows_the_model_saw_is_told(tmp_path, coevolution):
+def test_how_many_rows_the_model_saw_is_told(tmp_path, coevolution, monkeypatch):
     alignment = an_alignment(tmp_path / "x.a3m")
     model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**SIZES, coevolution=coevolution), tof.FusionConfig())
     save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, {})
-    flags = ["--resume", tmp_path / "m.pt", "--device", "cpu", "-o", tmp_path / "out", "--eval-seqs", 5]
-    assert run("--contacts", alignment, *flags) == 0
+    monkeypatch.chdir(tmp_path)
+    assert run("--contacts", alignment, *FLAGS, "--eval-seqs", 5) == 0
     found, extra = json.loads((tmp_path / "out" / "x.json").read_text()), 20 * (coevolution == "couplings")
     assert (found["rows"], found["rows_used"], found["extra_rows_used"]) == (20, 5, extra)
     if extra:  # depth is that of all rows that the model reads
@@ -167,21 +167,8 @@ def test_how_many_rows_the_model_saw_is_told(tmp_path, coevolution):
 def test_dca_is_left_out_for_long_chains(tmp_path, model_file, monkeypatch):
     alignment, structure = with_structure(tmp_path)
     monkeypatch.setattr(prediction, "LONGEST_FOR_DCA", 30)
-    flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out"]
-    assert run("--contacts", alignment, "--structure", structure, *flags) == 0
+    assert run("--contacts", alignment, "--structure", structure, *FLAGS) == 0
     assert list(json.loads((tmp_path / "out" / "x.json").read_text())["precision"]) == ["model"]
-
-
-def test_results_that_would_have_one_name_are_refused(tmp_path):
-    """Standard input is called stdin, and a link into nowhere is no reason to leave a file out."""
-    for name in ("stdin.a3m", "x.a3m", "x.sto"):
-        an_alignment(tmp_path / name)
-    for given in ([tmp_path / "stdin.a3m", "-"], [tmp_path / "x.a3m", tmp_path / "x.sto"]):
-        with pytest.raises(UserError, match="one name"):
-            prediction.alignments(list(map(str, given)))
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "gone.a3m").symlink_to(tmp_path / "nowhere")
-    assert prediction.alignments([str(tmp_path / "d")]) == [str(tmp_path / "d" / "gone.a3m")]
 
 
 def test_several_alignments_are_predicted_by_one_model(tmp_path, model_file, capsys, monkeypatch):
@@ -194,30 +181,30 @@ def test_several_alignments_are_predicted_by_one_model(tmp_path, model_file, cap
     read = []
     monkeypatch.setattr(prediction, "read_model", lambda *given: read.append(given) or read_model(*given))
     given = ["--contacts", tmp_path / "bad.a3m", tmp_path / "some", an_alignment(tmp_path / "c.a3m")]
-    flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out"]
-    assert run(*given, *flags) == 1 and len(read) == 1
+    assert run(*given, *FLAGS) == 1 and len(read) == 1
     said = capsys.readouterr()
     assert "bad.a3m: row 1" in said.err and "1 of 4 failed" in said.err.splitlines()[-1]
     last = json.loads(said.out.splitlines()[-1])
     assert (last["predicted"], last["failures"], last["failed"]) == (3, 1, [str(tmp_path / "bad.a3m")])
     lines = [json.loads(line) for line in open(last["summary_file"])]
     assert [line["name"] for line in lines] == ["bad", "a", "b", "c"] and "row 1" in lines[0]["error"]
-    assert run("--contacts", tmp_path / "c.a3m", *flags[:-1], tmp_path / "alone") == 0
+    assert run("--contacts", tmp_path / "c.a3m", *FLAGS[:-1], tmp_path / "alone") == 0
     alone, among = ((tmp_path / place / "c.rr").read_bytes() for place in ("alone", "out"))
     assert alone == among
     (tmp_path / "empty").mkdir()
     capsys.readouterr()
-    for words, argv in {"belongs to one alignment": [tmp_path / "some", "--structure", "x.pdb"],
+    an_alignment(tmp_path / "stdin.a3m")
+    for words, argv in {"would have one name": [tmp_path / "stdin.a3m", "-"],
+                        "belongs to one alignment": [tmp_path / "some", "--structure", "x.pdb"],
                         "empty: no alignment": [tmp_path / "empty"]}.items():
-        assert words in refused(capsys, "--contacts", *argv, *flags)
+        assert words in refused(capsys, "--contacts", *argv, *FLAGS)
 
 
 def test_a_seed_draws_the_rows(tmp_path, model_file):
     alignment, maps = an_alignment(tmp_path / "x.a3m"), []
     for number, seed in enumerate((1, 1, 2)):
         place = tmp_path / str(number)
-        assert run("--contacts", alignment, "--resume", model_file, "--device", "cpu", "-o", place, "--seed",
-                   seed, "--eval-seqs", 5) == 0
+        assert run("--contacts", alignment, *FLAGS[:-1], place, "--seed", seed, "--eval-seqs", 5) == 0
         maps.append(np.load(place / "x.npz")["probability"])
     assert np.array_equal(maps[0], maps[1]) and not np.array_equal(maps[0], maps[2])
 
@@ -225,7 +212,7 @@ def test_a_seed_draws_the_rows(tmp_path, model_file):
 def test_an_alignment_from_standard_input(tmp_path, model_file, monkeypatch):
     with open(an_alignment(tmp_path / "x.a3m")) as file:
         monkeypatch.setattr("sys.stdin", file)
-        assert run("--contacts", "-", "--resume", model_file, "--device", "cpu", "-o", tmp_path / "out") == 0
+        assert run("--contacts", "-", *FLAGS) == 0
     assert np.load(tmp_path / "out" / "stdin.npz")["sequence"] == SEQUENCE
 
 
@@ -235,8 +222,7 @@ def test_a_directory_that_another_prediction_writes_into_is_refused(mode, tmp_pa
     (tmp_path / "out").mkdir()
     other = os.open(tmp_path / "out", os.O_DIRECTORY)
     fcntl.flock(other, fcntl.LOCK_EX)
-    flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out"]
-    assert "another run is writing" in refused(capsys, mode, alignment, *flags)
+    assert "another run is writing" in refused(capsys, mode, alignment, *FLAGS)
     os.close(other)
     assert not list((tmp_path / "out").iterdir())
 
@@ -259,8 +245,7 @@ def test_an_earlier_prediction_is_set_aside_before_the_first_file_is_written(tmp
 def test_positions_count_the_residues_of_the_query(tmp_path, model_file, capsys):
     """Whatever its row holds: columns where it has a gap are left out, unknown letters are residues."""
     (tmp_path / "x.fasta").write_text(">other\nMKVWYGHILMTSA\n>q\nM-KX.TUOJ~BZA*\n")
-    flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out", "--query", "q"]
-    assert run("--contacts", tmp_path / "x.fasta", *flags) == 0
+    assert run("--contacts", tmp_path / "x.fasta", *FLAGS, "--query", "q") == 0
     out = capsys.readouterr().out
     assert out.count("3 columns") == 1 and "10 residues" in out
     sequence = "MKXTCXXDEA"
@@ -270,7 +255,7 @@ def test_positions_count_the_residues_of_the_query(tmp_path, model_file, capsys)
     for row in (tmp_path / "out" / "x.tsv").read_text().splitlines()[1:]:
         i, j, first, second, *_, place_i, place_j = row.split("\t")
         assert (i, j, first, second) == (place_i, place_j, sequence[int(i) - 1], sequence[int(j) - 1])
-    assert run("--fold", tmp_path / "x.fasta", *flags) == 0
+    assert run("--fold", tmp_path / "x.fasta", *FLAGS, "--query", "q") == 0
     atoms = [line for line in (tmp_path / "out" / "x.pdb").read_text().splitlines() if line[12:16] == " CA "]
     assert [int(line[22:26]) for line in atoms] == [*range(1, 11)] and "UNK" in atoms[2]
 
@@ -281,8 +266,7 @@ def test_residues_without_rows_are_named(tmp_path, model_file, capsys):
         rows.append("".join(files.LETTERS[token] for token in row[:20]) + "-" * 8
                     + "".join(files.LETTERS[token] for token in row[28:]))
     (tmp_path / "x.a3m").write_text("".join(f">{i}\n{row}\n" for i, row in enumerate(rows)))
-    flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out"]
-    assert run("--contacts", tmp_path / "x.a3m", *flags) == 0
+    assert run("--contacts", tmp_path / "x.a3m", *FLAGS) == 0
     result = json.loads((tmp_path / "out" / "x.json").read_text())
     assert result["low_confidence"] == [*range(21, 29)] and "residues 21-28" in capsys.readouterr().out
 
@@ -306,8 +290,8 @@ def test_long_alignments_are_subsampled_as_in_the_trainers_evaluation(tmp_path, 
 @pytest.mark.parametrize("sequence", ["M", "MKTAYIA"])
 def test_short_chains(tmp_path, model_file, capsys, sequence):
     alignment = an_alignment(tmp_path / "a b.aln.a3m", rows=1, sequence=sequence)
-    assert run("--contacts", alignment, "--resume", model_file, "--device", "cpu", "-o", tmp_path / "o") == 0
-    path, = (tmp_path / "o").glob("*.rr")
+    assert run("--contacts", alignment, *FLAGS) == 0
+    path, = (tmp_path / "out").glob("*.rr")
     lines, pairs = rr_pairs(path)
     assert len(pairs) == max(len(sequence) - 6, 0) and lines[1] == "TARGET a_b.aln"
     assert ("No two residues are 6 apart" in capsys.readouterr().out) is (len(sequence) < 7)
@@ -321,8 +305,8 @@ def test_checkpoints_of_any_switches_serve_and_nothing_is_dropped(tmp_path):
         trainer.step(tof.PROGRAM.data(settings).batch(0))
         torch.save(snapshot(trainer), tmp_path / f"{number}.pt")
         saved = read_model(tmp_path / f"{number}.pt", tof.PROGRAM)
-        flags = ["--resume", tmp_path / f"{number}.pt", "--device", "cpu", "-o", tmp_path / str(number)]
-        assert run("--contacts", alignment, *flags) == 0
+        assert run("--contacts", alignment, "--resume", tmp_path / f"{number}.pt", "--device", "cpu", "-o",
+                   tmp_path / str(number)) == 0
         maps.append(np.load(tmp_path / str(number) / "x.npz")["probability"])
         assert saved.card == dict(step=0, trained_on=[], sequences={}, chosen_by=[])
     assert maps[0] == pytest.approx(maps[1], abs=1e-4) and maps[0].std() > 0
@@ -356,8 +340,7 @@ def test_nothing_is_written_of_predictions_that_are_not_finite(mode, tmp_path, m
         found = forward(*inputs, **named)
         return {**found, "distances": found["distances"] / 0 * 0}
     monkeypatch.setattr(tof.TinyOpenFoldV2, "forward", spoilt)
-    flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "o"]
-    assert run(mode, an_alignment(tmp_path / "x.a3m"), *flags) == 1 and not list((tmp_path / "o").iterdir())
+    assert run(mode, an_alignment(tmp_path / "x.a3m"), *FLAGS) == 1 and not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -404,13 +387,3 @@ def test_memory_that_a_cpu_keeps_counts(monkeypatch):
     with pytest.raises(UserError) as refusal:  # fewer rows would not help
         prediction.forewarn(tof.TinyOpenFoldConfig(seq_len=100, num_seqs=1), torch.device("cuda"), None)
     assert "--eval-seqs" not in str(refusal.value)
-
-
-def test_contacts_in_the_format_of_casp(tmp_path):
-    protein = SimpleNamespace(name="a b\u0394", sequence="A" * 60 + "C")
-    found = SimpleNamespace(protein=protein, best=lambda: [(2, 9, 0.5, 7.0), (1, 61, 0.25, 9.0)])
-    prediction.write_rr(tmp_path / "x.rr", found, dict(rows_used=3, extra_rows_used=9))
-    assert (tmp_path / "x.rr").read_text().splitlines() == [
-        "PFRMAT RR", "TARGET a_b\u0394", "AUTHOR TinyOpenFold",
-        "METHOD Evoformer, 3 rows of the alignment, couplings of 9", "MODEL 1", "A" * 50, "A" * 10 + "C",
-        "2 9 0 8 0.50000", "1 61 0 8 0.25000", "END"]

@@ -1,10 +1,9 @@
 """What an alignment can tell is said before a model reads it; what is no protein is refused; relatives are
 found by alignment, and others are not."""
+import contextlib
 import dataclasses
 import itertools
 import json
-import os
-import sys
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from tiny_openfold.proteins.relatives import (
     UNIT,
     Depth,
     blosum62,
-    fitted,
     learned_from,
     local_scores,
     nearest,
@@ -39,21 +37,13 @@ def tokens(letters):
     return np.array([LETTERS.index(letter) for letter in letters], np.uint8)
 
 
-@pytest.mark.parametrize("query, words", [
-    ("ACGTTGCAACGTACGGT", "like DNA or RNA \\(100% of it"), ("ACGGCCAAGGCC", "like DNA or RNA"),  # U is C
-    ("ACGTNNACGTACGTACGTAA", "reads like DNA"), ("ACGTACGTAC", "reads like DNA"),
-    ("X" * 30, "of the query's 30 residues only 0 are known"),
-    ("MKT" + "X" * 4, "residues only 3 are known amino acids")])
-def test_what_is_no_protein_is_refused(query, words):
-    with pytest.raises(UserError, match=f"^x.a3m: .*{words}"):
+@pytest.mark.parametrize("query, refused", [
+    ("ACGTTGCAACGTACGGT", True), ("ACGGCCAAGGCC", True), ("ACGTNNACGTACGTACGTAA", True), ("X" * 30, True),
+    ("MKT" + "X" * 4, True), (UBIQUITIN, False), ("M", False), ("ACGTACGTA", False), ("MKXX", False),
+    ("GAGAGSGAGAGSGAGAGS", False), ("DTASDAAAAAALTAANAKAAAELTAANAAAAAAATAR", False)])  # silk, antifreeze
+def test_what_is_no_protein_is_refused_and_proteins_of_few_letters_pass(query, refused):
+    with pytest.raises(UserError, match="^x.a3m: ") if refused else contextlib.nullcontext():
         require_protein(tokens(query), "x.a3m")
-
-
-@pytest.mark.parametrize("query", [  # among them silk, and an antifreeze protein
-    UBIQUITIN, "GAGAGSGAGAGSGAGAGS", "M", "ACGTACGTA", "A" * 40, "MKXX",
-    "DTASDAAAAAALTAANAKAAAELTAANAAAAAAATAR"])
-def test_proteins_of_few_letters_pass(query):
-    require_protein(tokens(query), "x.a3m")
 
 
 def test_depth_by_hand():
@@ -113,27 +103,6 @@ def test_a_family_is_known_by_its_query_and_its_consensus():
     assert learned_from([family]) == dict(f=["ACDX", "GCDX"])
 
 
-def test_a_tuned_model_knows_the_relatives_of_both_trainings(setup, tmp_path, capsys, monkeypatch):
-    """Those that its first model was trained on, and its own under any file name; so does a resumed run."""
-    pytest.importorskip("gemmi")
-    from tests.proteins.structures import model as pdb_lines
-    from tests.proteins.structures import write_model
-    monkeypatch.setattr(prediction, "find_spec", lambda name: None)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "own.a3m").write_text(f">q\n{MYOGLOBIN}\n")
-    write_model(tmp_path / "mine" / "own.pdb", *pdb_lines(MYOGLOBIN))
-    sizes = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    usual = [*sizes, "--data", "mine", "--seq-len", "16", "--num-seqs", "1", "--batch-size", "1",
-             "--warmup-steps", "0", "--device", "cpu", "--save-checkpoint", "tuned.pt"]
-    assert tof.main([*usual, "--num-steps", "1", "--init-from", "m.pt"]) == 0
-    assert tof.main([*usual, "--num-steps", "2", "--resume", "tuned.pt"]) == 0
-    (tmp_path / "y.a3m").write_text(f">other\n{MYOGLOBIN}\n")
-    for path, name in (("x.a3m", "z"), ("y.a3m", "own")):
-        capsys.readouterr()
-        assert tof.main(["--contacts", path, "--resume", "tuned.pt", "--device", "cpu"]) == 0
-        assert f"trained on a relative, {name} (E-value" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("sequences", [["a"], dict(a="AC"), dict(a=["ac"]), dict(a=[])])
 def test_damaged_sequences_of_a_card_are_one_line(sequences):
     with pytest.raises(UserError, match="damaged"):
@@ -159,18 +128,6 @@ def test_the_table_is_blosum62():
     assert odds.sum() == pytest.approx(1, abs=1e-3)  # which is what its scale means
 
 
-def test_a_profile_of_two_rows_by_hand():
-    """Half of a column is A, half W: counted once, for one letter beside the first; the table ten times."""
-    assert relatives.BACKGROUND.sum() == pytest.approx(1, abs=1e-12)
-    columns = profile(np.stack([tokens("AW"), tokens("WA")]))
-    shares = np.zeros(20)
-    shares[tokens("AW")] = 0.5
-    expected = shares @ np.exp(relatives.SCALE * blosum62()) * relatives.BACKGROUND
-    mixed = (shares + 10 * expected / expected.sum()) / 11
-    scores = np.rint(UNIT / relatives.SCALE * np.log(mixed / relatives.BACKGROUND))
-    assert columns[:, :20].tolist() == 2 * [scores.tolist()] and not columns[:, 20:].any()
-
-
 def slow_score(columns, sequence):
     """Smith and Waterman's recurrence with gaps of every length tried, one cell at a time."""
     best = np.zeros((len(columns) + 1, len(sequence) + 1))
@@ -194,13 +151,6 @@ def test_scores_are_those_of_smith_and_waterman():
     assert found == pytest.approx([slow_score(columns, sequence) for sequence in sequences])
     assert found[1] > found[5] + 10 and found[2] > found[5] + 10  # across the gap
     assert local_scores(columns, [*[query[:1]] * 30_000, inserted])[-1] == found[1]  # whatever comes before
-
-
-def test_the_distribution_is_fitted():
-    rng = np.random.default_rng(1)
-    lengths = rng.integers(50, 400, 5000)
-    scores = np.log(2.5 * lengths / rng.exponential(size=5000)) / 0.27
-    assert fitted(scores, lengths) == (pytest.approx(0.27, rel=0.05), pytest.approx(2.5, rel=0.3))
 
 
 def halves(family):
@@ -239,38 +189,37 @@ SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, out
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prediction, "find_spec", lambda name: None)  # no picture
     config = tof.TinyOpenFoldConfig(**SIZES)
     save_model("m.pt", tof.PROGRAM, tof.TinyOpenFoldV2(config).state_dict(), config,
                dict(trained_on=["z"], sequences=dict(z=[UBIQUITIN])))
     (tmp_path / "x.a3m").write_text(f">q\n{UBIQUITIN}\n")
 
-    def run(*more):
-        return tof.main(["--contacts", "x.a3m", "--resume", "m.pt", "--device", "cpu", *more])
-    return run
 
-
-def test_one_sequence_is_one_warning_and_its_relative_is_named(setup, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(prediction, "find_spec", lambda name: None)
-    assert setup() == 0
+def test_a_relative_and_what_was_not_tested_are_said(setup, tmp_path, capsys):
+    assert tof.main(["--contacts", "x.a3m", "--resume", "m.pt", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
     assert err.startswith("warning: 1 effective rows") and err.count("\n") == 1
     assert "The model was trained on a relative, z (E-value " in out
     result = json.loads((tmp_path / "contacts" / "x.json").read_text())
     assert result["trained_on"] is True and result["relative"]["name"] == "z" and result["coverage"] == 1
-    assert result["untested"].startswith("1 effective rows") and result["card"] == dict(trained_on=["z"])
-    (tmp_path / "x.a3m").write_text(">q\nACGTTTGACCATGCA\n")
-    assert setup() == 2 and "reads like DNA" in capsys.readouterr().err
 
 
-def test_a_broken_matplotlib_costs_the_picture_alone(setup, tmp_path, capsys, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    (tmp_path / "lib" / "matplotlib").mkdir(parents=True)
-    (tmp_path / "lib" / "matplotlib" / "__init__.py").write_text("raise ImportError('for another numpy')")
-    monkeypatch.syspath_prepend(tmp_path / "lib")
-    assert setup() == 0
-    err = capsys.readouterr().err
-    assert "for another numpy" in err and err.count("\n") == 2  # that, and that one row is little
-    result = json.loads((tmp_path / "contacts" / "x.json").read_text())
-    assert result["files"] == [f"contacts/x{suffix}" for suffix in (".npz", ".tsv", ".rr")]
-    assert all(os.path.exists(path) for path in result["files"])
+def test_a_tuned_model_knows_the_relatives_of_both_trainings(setup, tmp_path, capsys):
+    """Those that its first model was trained on, and its own under any file name; so does a resumed run."""
+    pytest.importorskip("gemmi")
+    from tests.proteins.structures import model as pdb_lines
+    from tests.proteins.structures import write_model
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own.a3m").write_text(f">q\n{MYOGLOBIN}\n")
+    write_model(tmp_path / "mine" / "own.pdb", *pdb_lines(MYOGLOBIN))
+    sizes = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    usual = [*sizes, "--data", "mine", "--seq-len", "16", "--num-seqs", "1", "--batch-size", "1",
+             "--warmup-steps", "0", "--device", "cpu", "--save-checkpoint", "tuned.pt"]
+    assert tof.main([*usual, "--num-steps", "1", "--init-from", "m.pt"]) == 0
+    assert tof.main([*usual, "--num-steps", "2", "--resume", "tuned.pt"]) == 0
+    (tmp_path / "y.a3m").write_text(f">other\n{MYOGLOBIN}\n")
+    for path, name in (("x.a3m", "z"), ("y.a3m", "own")):
+        capsys.readouterr()
+        assert tof.main(["--contacts", path, "--resume", "tuned.pt", "--device", "cpu"]) == 0
+        assert f"trained on a relative, {name} (E-value" in capsys.readouterr().out

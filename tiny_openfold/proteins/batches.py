@@ -237,6 +237,9 @@ class RealProteins(Proteins):
         strays = f"; left out for want of a partner: {names}" if names else ""
         validated = f", {len(self.validation)} for validation" if self.validation else ""
         families = self.by_name.values()
+        remarks = [printable(remark) for family in families for remark in family.remarks]
+        strays += "".join(f"; {remark}" for remark in remarks[:2])
+        strays += f"; {len(remarks) - 2} more of this kind" * (len(remarks) > 2)
         return (f"{len(self.families)} real proteins{validated}, {len(self.held_out)} held out; "
                 f"{sum(map(located, families))} of {sum(one.length for one in families)} residues have "
                 f"coordinates{strays}")

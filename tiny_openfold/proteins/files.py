@@ -11,7 +11,7 @@ query residues, C residues of a chain.
 import itertools
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +53,7 @@ class Protein:
     numbers: tuple = ()  # (L,) residue numbers as in the structure file ("52A"), "" where it has no residue
     backbone: np.ndarray | None = None  # (L, 4, 3) N, CA, C, O, Å; NaN where the structure has none
     left_out: int = 0   # columns of the alignment in which the query has a gap
+    remarks: tuple = ()  # what else a user should know of the files, a sentence each
 
     @property
     def length(self):
@@ -78,21 +79,13 @@ def _query_columns(path, names, rows, number):
     return msa[np.r_[number, 0:number, number + 1:len(rows)]][:, residues]
 
 
-def read_alignment(path, query=None):
-    """Alignment file -> (R, L) uint8 tokens; row 0 is the query, columns are its residues.
-
-    Formats, told apart by content, each also packed by gzip, bzip2 or xz: A3M (called .a3m, or rows that only
-    agree without their lowercase), Stockholm, aligned FASTA, Clustal. The query is the first sequence, or the
-    row that `query` names; of several alignments in a file it names one, of a complex a chain. Columns where
-    it has a gap are dropped, and so are insertions in A3M. Every sequence stays, the query twice as well.
-    Raises UserError: file unreadable, not one alignment of one chain, rows of unequal length, unknown query.
-    """
-    return _query_columns(path, *parse_alignment(path, query))
-
-
 # --- Structures -----------------------------------------------------------------------------------------
 
 BROKEN = 4.5        # Å between successive CA atoms; 3.8 in a trans, 2.9 in a cis peptide
+# What a structure says of an experiment, and what those say that AlphaFold, ESMFold and others predicted.
+EXPERIMENT = re.compile(rb"(?mi)^(EXPDTA\b(?! *THEOR)|_exptl\.method\b(?! +.?THEOR))")
+PREDICTION = re.compile(rb"(?mi)^(PARENT +N/A|data_AF-|_ma_(model|qa)_\w+\.|EXPDTA|_exptl\.method"
+                        rb"|(HEADER|TITLE|REMARK|COMPND) .*(predicted|alphafold|esmfold|model created with))")
 MIN_IDENTITY = 0.9  # of two sequences said to be one: point mutants pass, homologues do not
 
 
@@ -106,6 +99,7 @@ class Chain:
     breaks: np.ndarray    # (seen residues + 1,) bool, the chain is open before this one; the ends are too
     numbers: np.ndarray   # (C,) str, the file's residue numbers with insertion codes; "" where not seen
     backbone: np.ndarray  # (C, 4, 3) float32, N, CA, C, O, Å; NaN where there is none
+    predicted: bool = False  # the file holds a prediction, not an experiment
 
 
 def split_structure_argument(argument):
@@ -117,7 +111,8 @@ def split_structure_argument(argument):
 
 
 def _parse_structure(path):
-    """PDB or mmCIF, told apart by content -> gemmi.Structure with entities and label_seq set."""
+    """PDB or mmCIF, told apart by content -> (gemmi.Structure with entities and label_seq set, whether it is
+    a prediction)."""
     try:
         import gemmi
     except ImportError:
@@ -139,7 +134,17 @@ def _parse_structure(path):
         raise UserError(f"{path}: not a readable PDB or mmCIF file: {reason}") from None
     if not len(structure) or not structure[0].count_atom_sites():
         raise UserError(f"{path}: not {containers.STRUCTURE}; it begins with {containers.begins(data)}")
-    return structure
+    return structure, _predicted(data, structure)
+
+
+def _predicted(data, structure):
+    """Whether a program predicted this structure. Its file says so, or it names no experiment and all atoms
+    of a residue have the same B-factor, other residues another one, as pLDDT is written."""
+    if EXPERIMENT.search(data) or PREDICTION.search(data):
+        return not EXPERIMENT.search(data)
+    factors = [{atom.b_iso for atom in residue}
+               for chain in structure[0] for residue in chain if len(residue) > 1]
+    return all(len(of_one) == 1 for of_one in factors) and len(set().union(*factors)) > 1
 
 
 def read_structure(path, chain=None):
@@ -150,9 +155,9 @@ def read_structure(path, chain=None):
     the highest occupancy is taken. A residue without CB has no coordinates; only glycine has CA instead.
     Raises UserError: unreadable, no protein, no such chain, no gemmi.
     """
-    structure = _parse_structure(path)
+    structure, predicted = _parse_structure(path)
     chains = [_read_chain(structure, model_chain) for model_chain in structure[0]]
-    chains = [candidate for candidate in chains if candidate is not None]
+    chains = [replace(candidate, predicted=predicted) for candidate in chains if candidate is not None]
     if not chains:
         raise UserError(f"{path}: none of its {len(structure[0])} chains is a protein")
     chosen = [candidate for candidate in chains if chain in (None, candidate.name)]
@@ -268,13 +273,32 @@ def _row_that_matches(names, rows, chains):
     return None
 
 
+def _remarks(name, predicted=None):
+    """Of a query of this name and the path of a structure that is a prediction."""
+    found = []
+    if first_word(name).endswith("_consensus"):  # HH-suite's first row of a cluster
+        found.append(f"The query, {first_word(name)}, is the consensus of a cluster and no protein: choose "
+                     "another row by --query")
+    if predicted is not None:
+        found.append(f"{predicted} is a predicted structure: agreement with it is no measure of precision")
+    return tuple(found)
+
+
 def load_alignment(msa_path, query=None):
-    """Alignment without a structure -> Protein without coordinates, its residues numbered from 1."""
+    """Alignment without a structure -> Protein without coordinates, its residues numbered from 1.
+
+    Formats, told apart by content, each also packed by gzip, bzip2 or xz: A3M (called .a3m, or rows that only
+    agree without their lowercase), Stockholm, aligned FASTA, Clustal. The query is the first sequence, or the
+    row that `query` names; of several alignments in a file it names one, of a complex a chain. Columns where
+    it has a gap are dropped, and so are insertions in A3M. Every sequence stays, the query twice as well.
+    Raises UserError: file unreadable, not one alignment of one chain, rows of unequal length, unknown query.
+    """
     names, rows, number = parse_alignment(msa_path, query)
     msa = _query_columns(msa_path, names, rows, number)
     length = msa.shape[1]
     return Protein(split_suffix(msa_path)[0], msa, np.full((length, 3), np.nan, np.float32),
-                   numbers=tuple(map(str, range(1, length + 1))), left_out=len(rows[0]) - length)
+                   numbers=tuple(map(str, range(1, length + 1))), left_out=len(rows[0]) - length,
+                   remarks=_remarks(names[number]))
 
 
 def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
@@ -307,7 +331,8 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
     numbers = tuple(np.where(mapped, best.numbers[mapping[0]], "").tolist())
     backbone = np.where(mapped[:, None, None], best.backbone[mapping[0]], np.float32(np.nan))
     return Protein(name or split_suffix(msa_path)[0], msa, coords, best.name, numbers, backbone,
-                   len(rows[0]) - msa.shape[1])
+                   len(rows[0]) - msa.shape[1],
+                   _remarks(names[number], structure_path if best.predicted else None))
 
 
 # --- Families -------------------------------------------------------------------------------------------

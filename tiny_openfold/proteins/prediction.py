@@ -201,6 +201,8 @@ class Predictor:
         if protein.left_out:
             print(f"{counted(protein.left_out, 'column')} left out, where the query has a gap; positions are "
                   "those of its residues")
+        for remark in protein.remarks:
+            print(printable(remark))
         config = replace(self.config, num_seqs=rows, seq_len=protein.length)
         forewarn(config, self.device, self.dtype)
         depth, kin = judge(protein, batch, self.card)
