@@ -2,16 +2,14 @@
 import numpy as np
 import pytest
 
-from tiny_openfold.proteins import files, yardsticks
+from tiny_openfold.proteins import files
 from tiny_openfold.proteins.yardsticks import sequence_weights, some_rows
 
 
-def test_near_copies_share_their_weight(monkeypatch):
+def test_near_copies_share_their_weight():
     rows = np.array([[files.LETTERS.index(letter) for letter in row]
                      for row in ("AAAAA", "AAAA-", "CCCCC", "AAA--", "CCCCA")], np.uint8)
     expected = [1 / 2, 1 / 3, 1 / 2, 1 / 2, 1 / 2]  # 4 of 5 columns are enough, 3 are not
-    assert sequence_weights(rows) == pytest.approx(expected)
-    monkeypatch.setattr(yardsticks, "BLOCK", 2)
     assert sequence_weights(rows) == pytest.approx(expected)
 
 

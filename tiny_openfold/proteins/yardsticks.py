@@ -4,7 +4,6 @@ Tokens are those of files.py; letters in shapes: R alignment rows, S residues.
 """
 import numpy as np
 
-BLOCK = 1000    # rows that are compared with all others at once
 IDENTITY = 0.8  # rows that agree in this share of the columns count as one
 
 
@@ -23,11 +22,4 @@ def sequence_weights(msa):
     states = int(msa.max()) + 1
     letters = np.zeros((len(msa), msa.shape[1] * states), np.float32)  # one-hot
     np.put_along_axis(letters, np.arange(msa.shape[1]) * states + msa.astype(np.int64), 1, axis=1)
-    needed = IDENTITY * msa.shape[1] - 1e-6
-    count = np.zeros(len(msa))
-    for start in range(0, len(msa), BLOCK):
-        block = letters[start:start + BLOCK]
-        alike = block @ letters[start:].T >= needed
-        count[start:start + len(block)] += alike.sum(axis=1)
-        count[start + len(block):] += alike[:, len(block):].sum(axis=0)  # the others find the block
-    return 1 / count
+    return 1 / (letters @ letters.T >= IDENTITY * msa.shape[1] - 1e-6).sum(axis=1)
