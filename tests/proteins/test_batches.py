@@ -9,6 +9,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
 from tiny_openfold.proteins import batches, contacts, structure_metrics
 from tiny_openfold.proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt
+from tiny_openfold.proteins.coordinates import require_coordinates
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, MASK, Protein
 from tiny_openfold.proteins.synthetic import (
     PARTNER,
@@ -203,6 +204,22 @@ def test_an_evaluation_looks_at_as_many_training_families(validated, held_out, o
     source = source_of(40, validate_fraction=validated, holdout=held_out)
     assert len(source.validation) + len(source.unseen) == others
     assert len(list(source.evaluation()["training"])) == seen
+
+
+def test_few_coordinates_are_one_warning_and_next_to_none_are_refused(capsys, monkeypatch):
+    families = [Protein(name, np.zeros((3, 20), np.uint8), np.full((20, 3), np.nan, np.float32))
+                for name in ("a", "bare", "c")]
+    for family, known in zip(families, (20, 2, 9), strict=True):
+        family.coords[:known] = 1
+    require_coordinates(families[:1], 0.1)
+    assert capsys.readouterr().err == ""
+    require_coordinates(families, 0.1)
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1 and "bare (2 of 20 residues), c (9 of 20 residues)" in warning
+    monkeypatch.setattr(batches.files, "load_families", lambda path: (families, []))
+    with pytest.raises(UserError, match=r"bare \(2 of 20 residues\).*--min-coordinates 0.2"):
+        batches.open_source(settings_of(data="x", min_coordinates=0.2))
+    assert "31 of 60 residues" in batches.open_source(settings_of(data="x", holdout="c")).describe()
 
 
 # --- Evaluation ----------------------------------------------------------------------------------------

@@ -1,14 +1,17 @@
-"""Statistics of alignments by hand: weights of rows, strengths of pairs; mean-field DCA by its papers, and on
-real families against known figures."""
+"""Statistics of alignments: weights of rows by hand; mean-field DCA on real families against known figures;
+what the model reads of them."""
+import math
+
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import one_hot
 
 from tests.support import require_shared
-from tiny_openfold.proteins import coevolution, files
+from tests.training.test_learning import trainer_of
+from tiny_openfold.proteins import batches, coevolution, files
 from tiny_openfold.proteins.contacts import contact_precision
 from tiny_openfold.proteins.files import GAP
-from tiny_openfold.proteins.yardsticks import sequence_weights
 
 A, C, D = range(3)
 
@@ -32,48 +35,16 @@ def test_rows_of_gaps_share_no_weight_with_rows_that_are_nearly_such():
 
 # --- Direct coupling analysis ----------------------------------------------------------------------------
 
-def slow_dca(msa, weights, pseudocount=0.5):
-    """(S, S) norms of couplings, every step as it stands in the papers (Morcos et al. 2011, Ekeberg et al.
-    2013); before the product correction."""
-    size, states = msa.shape[1], coevolution.Q
-    hot = np.eye(states)[np.minimum(msa, states - 1)]  # (R, S, states)
-    share = weights / weights.sum()
-    single = pseudocount / states + (1 - pseudocount) * np.einsum("r,ria->ia", share, hot)
-    pairs = pseudocount / states ** 2 + (1 - pseudocount) * np.einsum("r,ria,rjb->iajb", share, hot, hot)
-    for i in range(size):
-        pairs[i, :, i, :] = np.diag(single[i])
-    covariance = pairs - single[:, :, None, None] * single
-    used = states - 1
-    inverse = np.linalg.inv(covariance[:, :used, :, :used].reshape(size * used, -1))
-    couplings = np.zeros((size, states, size, states))
-    couplings[:, :used, :, :used] = -inverse.reshape(size, used, size, used)
-    norms = np.zeros((size, size))
-    for i in range(size):
-        for j in range(size):
-            e = couplings[i, :, j]
-            e = e - e.mean(0, keepdims=True) - e.mean(1, keepdims=True) + e.mean()
-            norms[i, j] = np.linalg.norm(e[:used, :used])
-    np.fill_diagonal(norms, 0)
-    return norms
-
-
-def test_dca_is_the_formula_and_explains_indirect_couplings_away():
-    """Column 1 copies column 0 and column 2 copies column 1, each nine times in ten. Gap and unknown are one
-    state."""
+def test_indirect_couplings_are_explained_away_and_tables_are_symmetric():
+    """Column 1 copies column 0 and column 2 copies column 1, each nine times in ten."""
     rng = np.random.default_rng(0)
     columns = [rng.integers(0, 20, 4000)]
     for _ in range(2):
         columns.append(np.where(rng.random(4000) < 0.9, columns[-1], rng.integers(0, 20, 4000)))
-    msa = np.stack([*columns, rng.integers(0, 22, 4000)], axis=1).astype(np.uint8)
-    norms = slow_dca(msa, sequence_weights(msa))
-    mean = norms.sum(0) / 3
-    expected = norms - np.outer(mean, mean) / (norms.sum() / 12)
-    np.fill_diagonal(expected, 0)
-    expected /= np.sqrt((expected ** 2).sum() / 12)  # in standard deviations
-    assert coevolution.mean_field_dca(msa).numpy() == pytest.approx(expected, abs=2e-3)
-    assert norms[0, 2] < 0.8 * norms[0, 1]
-    tables = coevolution.pair_features(torch.from_numpy(msa.astype(np.int64))[None])[0, ..., :-1]
-    tables = tables.unflatten(-1, (21, 21))
+    msa = np.stack([*columns, rng.integers(0, 22, 4000)], axis=1)
+    found = coevolution.pair_features(torch.from_numpy(msa)[None])[0]
+    tables, strength = found[..., :-1].unflatten(-1, (21, 21)), found[..., -1]
+    assert strength[0, 1] > strength[0, 2] + 1 and strength[0, 2] < strength[1, 2]
     assert torch.allclose(tables, tables.permute(1, 0, 3, 2), atol=1e-2) and not tables.diagonal().any()
 
 
@@ -87,3 +58,52 @@ def test_precision_of_dca_on_real_families_is_that_of_another_program(name, expe
     seen = coords.isfinite().all(dim=1).float()
     found = [contact_precision(scores, coords.nan_to_num(), seen, apart)["p_l2"] for apart in (6, 24)]
     assert found == pytest.approx(expected, abs=5e-4)
+
+
+# --- In the model -----------------------------------------------------------------------------------------
+
+def test_padding_changes_no_feature():
+    msa = torch.randint(0, 22, (1, 30, 9), generator=torch.Generator().manual_seed(0))
+    padded = torch.full((1, 34, 12), GAP)
+    padded[:, :30, :9] = msa
+    mask = (torch.arange(12) < 9).float()[None]
+    plain, more = coevolution.pair_features(msa), coevolution.pair_features(padded, mask)
+    assert torch.allclose(plain, more[:, :9, :9], atol=2e-3)
+    assert not more[:, 9:].any() and not more[:, :, 9:].any()
+
+
+def test_the_model_reads_them_and_alone_is_what_it_was():
+    plain, reading = trainer_of(), trainer_of(coevolution="couplings")
+    batch = batches.open_source(reading.settings).batch(0)
+    rows = batch["extra_msa"].clone()
+    first = reading.model(**batch)["pair_repr"]
+    batch["extra_msa"] = rows.flip(1)  # the order of rows does not matter
+    assert torch.allclose(reading.model(**batch)["pair_repr"], first, atol=1e-3)
+    batch["extra_msa"] = rows.roll(1, 2)
+    assert not torch.allclose(reading.model(**batch)["pair_repr"], first, atol=1e-2)
+    with pytest.raises(KeyError):
+        plain.model.state_dict()["coevolution_embedding.weight"]
+    reading.step(batch), reading.step(batch)  # heads begin with zeros
+    weight = reading.model.coevolution_embedding.weight
+    assert reading.optimizer.state[weight]["exp_avg"].abs().sum() > 0
+
+
+def test_inverse_by_newton_is_the_inverse():
+    """The GPU's way, on a CPU: matrix products alone."""
+    class Elsewhere(torch.Tensor):
+        is_cuda = True
+
+    letters = torch.randint(0, 21, (200, 8), generator=torch.Generator().manual_seed(0))
+    matrix = 0.5 * torch.cov(one_hot(letters, 21).flatten(1).float().T) + 0.02 * torch.eye(168)
+    found = coevolution.inverse(matrix[None].as_subclass(Elsewhere)).as_subclass(torch.Tensor)[0]
+    assert (found @ matrix - torch.eye(168)).abs().max() < 1e-3
+    assert math.isclose(found.trace().item(), torch.linalg.inv(matrix).trace().item(), rel_tol=1e-4)
+
+
+@pytest.mark.gpu
+def test_statistics_on_a_gpu_are_those_of_a_cpu():
+    rows = torch.randint(0, 21, (2, 64, 24), generator=torch.Generator().manual_seed(0))
+    before = torch.backends.cuda.matmul.allow_tf32
+    there = coevolution.pair_features(rows.cuda()).cpu()
+    assert torch.allclose(there, coevolution.pair_features(rows), atol=5e-3, rtol=1e-3)
+    assert torch.backends.cuda.matmul.allow_tf32 is before

@@ -111,21 +111,6 @@ def test_dropout_goes_to_kernels_as_factors(monkeypatch):
     assert drops == 6 * [None]
 
 
-def test_dropout_is_the_plain_blocks_where_no_kernel_runs():
-    msa, pair = inputs()
-    block, plain = (block_of(tof.FusionConfig(enable_selective_checkpointing=on), dropout=0.5)
-                    for on in (True, False))
-    for layer in plain.modules():  # updates that are not 0
-        for weight in layer.parameters(recurse=False):
-            torch.nn.init.normal_(weight)
-    block.load_state_dict(plain.state_dict())
-    results = []
-    for each in (block, plain):
-        torch.manual_seed(3)
-        results.append(each(msa, pair))
-    assert all(map(torch.equal, *results)) and not torch.equal(results[0][0], msa)
-
-
 @pytest.mark.parametrize("wide", [False, True])
 def test_attention_between_the_library_s_projections(wide, monkeypatch):
     """Where only heads fit: packed with the gate or not, the bias turned for the ending node."""

@@ -6,11 +6,8 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fusion_lab.training.files import MISSING, UserError
-from tests.properties import cases
 from tests.proteins.structures import (
     CODES,
     as_cif,
@@ -351,32 +348,6 @@ def test_a_consensus_as_the_query_is_said(tmp_path):
     path = write(tmp_path / "x.a3m", "#cluster\n>c_consensus\nMKTAY\n>q\nMKTAY\n")
     remark, = files.load_alignment(path).remarks
     assert "consensus" in remark and "\n" not in remark and not files.load_alignment(path, "q").remarks
-
-
-def a_chain(sequence, seen):
-    """A chain without breaks but where residues are missing."""
-    observed = np.flatnonzero(seen)
-    breaks = np.concatenate([[True], np.diff(observed) > 1, [True]])
-    return files.Chain(name="A", sequence=sequence, coords=None, seen=seen, breaks=breaks, numbers=None,
-                       backbone=None)
-
-
-@cases(60)
-@given(st.lists(st.integers(0, files.UNKNOWN - 1), min_size=8, max_size=40), st.data())
-def test_properties_of_a_query_and_its_structure(query, data):
-    """A structure that lacks some residues, with tags before and behind: in order, as good as it can be."""
-    query = np.array(query, np.uint8)
-    tags = [data.draw(st.lists(st.integers(0, files.UNKNOWN - 1), max_size=6)) for _ in range(2)]
-    sequence = np.array([*tags[0], *query, *tags[1]], np.uint8)
-    seen = np.ones(len(sequence), bool)
-    lost = data.draw(st.lists(st.integers(0, len(query) - 1), max_size=len(query) // 3))
-    seen[len(tags[0]) + np.array(lost, int)] = False
-    index, identical, different = files.map_query(query, a_chain(sequence, seen))
-    found = index >= 0
-    assert identical - different >= seen[len(tags[0]):len(tags[0]) + len(query)].sum()
-    same = query[found] == sequence[index[found]]
-    assert (identical, different) == (same.sum(), (~same).sum())
-    assert seen[index[found]].all() and (np.diff(index[found]) > 0).all()
 
 
 def test_wrong_row_and_wrong_chain_are_named(tmp_path):

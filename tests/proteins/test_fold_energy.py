@@ -19,7 +19,6 @@ from tests.proteins.folds_at_hand import (
 from tiny_openfold.proteins import fold_energy as e
 from tiny_openfold.proteins import folding
 from tiny_openfold.proteins.geometry import CA, CB, C, N
-from tiny_openfold.proteins.orientations import BINS, between
 
 
 def terms(atoms, sequence=SEQUENCE, true=None, angles=None):
@@ -97,27 +96,6 @@ def test_distances_are_odds_against_the_mean_at_that_separation(monkeypatch):
             odds = (0.5 if j - i < 2 else 1) * np.log(mean + 1e-4) - np.log(p[i, j].numpy() + 1e-4)
             total += np.interp((points[0, j, 0] - points[0, i, 0]).item(), grid, odds)
     assert e.Distances(p, CENTRES)(points).item() == pytest.approx(total, abs=1e-4)
-
-
-def test_orientations_are_odds_of_near_residues_against_the_mean_at_that_separation(monkeypatch):
-    monkeypatch.setattr(e, "LOCAL", 2)
-    generator = torch.Generator().manual_seed(3)
-    p = {name: (2 * torch.randn(6, 6, bins, generator=generator, dtype=torch.float64)).softmax(-1)
-         for name, bins in BINS.items()}
-    atoms = chain([(-70, 120)] * 6)
-    total = 0.0
-    for name, angles in between(*(atoms[:, atom] for atom in (N, CA, CB))).items():
-        first, period = (7.5, None) if name == "phi" else (-172.5, 360)
-        centres = first + 15 * np.arange(BINS[name] - 1)
-        for i, j in itertools.permutations(range(6), 2):
-            alike = [p[name][k, m, 1:].numpy() for k, m in like(i, j, 6)]
-            mean = sum(alike) / (np.sum(alike) + 1e-4)
-            near = p[name][i, j, 1:].sum().item()
-            odds = np.log(p[name][i, j, 1:].numpy() / (near + 1e-4) + 1e-4)
-            odds = odds - (0.5 if abs(j - i) < 2 else 1) * np.log(mean + 1e-4)
-            cost = -near * np.interp(angles[i, j].rad2deg().item(), centres, odds, period=period)
-            total += cost / 2 if name == "omega" else cost
-    assert e.Orientations(p)(atoms[None]).item() == pytest.approx(total, abs=1e-4)
 
 
 def test_the_plot_is_a_density_and_knows_glycine_and_proline():

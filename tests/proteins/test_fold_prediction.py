@@ -20,6 +20,7 @@ from tiny_openfold.proteins import (
     fold_prediction,
     folding,
     prediction,
+    structure_files,
     structure_metrics,
 )
 
@@ -132,14 +133,30 @@ def test_a_fold_that_is_not_finite_is_not_written(setup, monkeypatch):
 def test_what_can_be_checked_of_a_chain():
     made = SimpleNamespace(atoms=a_fold().float(), energy=-2.0, terms=dict(a=1.0), gap=0.5, mirrored=True)
     said = fold_prediction.quality(made, SEQUENCE)
-    longest, worst = said.pop("longest_peptide_bond"), said.pop("worst_overlap")
-    assert said == dict(energy=-2.0, energy_terms=dict(a=1.0), other_hand=0.5, from_mirror_image=True)
-    assert longest == pytest.approx(1.33, abs=0.01) and worst < 0.5  # C to N, Å
+    assert said["longest_peptide_bond"] == pytest.approx(1.33, abs=0.01) and said["worst_overlap"] < 0.5
     made.atoms[12:] += 3.0  # the second half into the air, and its end onto the beginning
     made.atoms[-1] = made.atoms[0]
     said = fold_prediction.quality(made, SEQUENCE)
-    bond = np.linalg.norm(made.atoms[11, 2] - made.atoms[12, 0])
-    assert said["longest_peptide_bond"] >= bond.item() > 3 and said["worst_overlap"] > 2.5
+    assert said["longest_peptide_bond"] > 3 and said["worst_overlap"] > 2.5
+
+
+def test_a_pdb_file_is_read_back_and_has_the_formats_columns(tmp_path):
+    path, atoms, plddt = tmp_path / "x.pdb", a_fold().numpy(), np.linspace(3, 97, len(SEQUENCE))
+    structure_files.write_pdb(path, "a name, 'quoted'\n" + 99 * "\u00e9", SEQUENCE, atoms, plddt, ["y" * 99])
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert all(len(line) <= 80 for line in lines) and lines[-1] == f"{'END':80}"
+    assert "\u00c9" in "".join(lines) and lines[-2].startswith("TER")  # a name keeps its letters
+    assert [line[6:19] for line in lines if line[:6] == "SEQRES"] == ["   1 A   24  ", "   2 A   24  "]
+    first = next(line for line in lines if line.startswith("ATOM"))
+    assert first[12:16] == " N  " and first[60:66] == "  3.00" and first[76:78] == " N"
+    pytest.importorskip("gemmi")
+    found, = files.read_structure(path)
+    assert files._letters(found.sequence) == SEQUENCE and found.predicted
+    assert found.backbone == pytest.approx(atoms[:, :4], abs=1e-3)
+    assert found.numbers.tolist() == [str(number) for number in range(1, 25)]
+    structure_files.write_pdb(path, "x", "XG", -999.5 + 0 * atoms[:2], [7.0, 100.0])
+    first, *_, last = [line for line in path.read_text().splitlines() if line.startswith("ATOM")]
+    assert first[17:20] == "UNK" and first[30:54] == "-999.500" * 3 and last[60:66] == "100.00"
 
 
 # --- The page -------------------------------------------------------------------------------------------

@@ -78,15 +78,6 @@ def test_a_seed_is_a_fold_on_any_number_of_threads(quick):
     assert torch.equal(one, two) and not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_shortest_chains(size, quick):
-    atoms = chain([(-60, -45)] * size)
-    found = folding.folded(certain(atoms, SEQUENCE[:size]), CENTRES, SEQUENCE[:size])
-    assert found.atoms.shape == (size, 5, 3) and found.atoms.isfinite().all()
-    bonds = (found.atoms[:-1, 2] - found.atoms[1:, 0]).norm(dim=-1)
-    assert bonds.tolist() == pytest.approx([geometry.C_N] * (size - 1), abs=0.05)
-
-
 def test_frames_begin_on_the_trace_with_their_side_chains_outwards():
     strand = fold_energy.anchor(chain([(-120, 130)] * 9)[None], "A" * 9)
     rotation, place = folding.frames_along(strand)

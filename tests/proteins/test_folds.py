@@ -8,7 +8,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
 from tiny_openfold.proteins import batches, folds, natural
 from tiny_openfold.proteins.folds import APART, EVERY, MISSING, RealFolds
-from tiny_openfold.proteins.geometry import CA, CB
+from tiny_openfold.proteins.geometry import CA
 from tiny_openfold.proteins.orientations import UNKNOWN
 
 
@@ -79,19 +79,6 @@ def test_a_crop_has_no_break_if_there_is_such_a_crop(tmp_path):
     assert {start for chain, start, _ in found if chain == 1} == {20, 21, 22}
     assert {start for chain, start, _ in found if chain == 2} == set(range(23))
     assert {known for *_, known in found} == {18}
-
-
-def test_pieces_are_the_files_atoms_and_keep_their_direction(tmp_path):
-    arrays = chains([50, 50])
-    source = RealFolds(saved(tmp_path / "f.npz", **arrays), 24)
-    for seed in range(20):
-        piece = source.piece(np.random.default_rng(seed))
-        start = 50 + round(piece.backbone[0, CA, 0] / 3.8)
-        atoms = 0.01 * arrays["xyz"][start:start + 24].astype(np.float32)
-        np.testing.assert_allclose(piece.coords, atoms[:, CB], atol=1e-5)
-        np.testing.assert_allclose(piece.backbone, atoms[:, :3], atol=1e-5)
-        again = source.piece(np.random.default_rng(seed))
-        assert all(np.array_equal(one, other) for one, other in zip(piece, again, strict=True))
 
 
 def test_a_disordered_tail_couples_to_nothing_and_is_asked_for_nothing(tmp_path):

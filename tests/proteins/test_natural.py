@@ -1,10 +1,10 @@
-"""The world `natural`: its couplings, preferences, tree and gaps."""
-
+"""The world `natural`: its couplings, preferences, tree and gaps, and the batches of it."""
 import numpy as np
 import pytest
 import torch
 
-from tiny_openfold.proteins import coevolution, contacts, files, folds, natural
+from tests.training.test_learning import settings_of
+from tiny_openfold.proteins import batches, coevolution, contacts, files, folds, natural
 
 
 def test_natural_alignments_covary_where_residues_touch():
@@ -38,28 +38,6 @@ def test_couplings_lie_on_contacts_and_are_symmetric():
     assert tables.sum(2).abs().max() < 1e-4 and tables.sum(3).abs().max() < 1e-4
 
 
-@pytest.fixture
-def draw():
-    return natural.Draw(torch.Generator().manual_seed(0))
-
-
-def test_sweeps_draw_a_share_of_the_sites_and_follow_preferences_and_couplings(draw):
-    rows, coupling = torch.zeros(1, 6, 10, dtype=torch.long), torch.zeros(1, 200, 200)
-    logits = torch.zeros(1, 1, 10, 20)
-    logits[..., 7] = 100.0
-
-    def evolved(sweeps, accepted):
-        return natural.evolve(draw, rows, sweeps, coupling, logits, accepted)
-    assert torch.equal(evolved(0, 1.0), rows) and torch.equal(evolved(9, 0.0), rows)
-    once = evolved(1, 1.0) == 7
-    assert (once.sum(2) == 4).all() and (once == once[:, :1]).all()  # the same sites of all rows
-    assert (evolved(30, 1.0) == 7).all()
-    assert 1000 < sum((evolved(1, 0.5) == 7).sum() for _ in range(100)) < 1400  # of 2400
-    coupling[0, 3 * 20 + 7, 5 * 20 + 2] = 300.0  # a 7 at site 3 asks for a 2 at site 5
-    found = evolved(60, 1.0)
-    assert (found[..., 5] == 2).all() and (found[..., :5] == 7).all() and (found[..., 6:] == 7).all()
-
-
 @pytest.mark.gpu
 def test_the_world_in_a_cuda_graph_follows_its_seed():
     coords = torch.randn(2, 32, 3).cumsum(1) * 3
@@ -70,3 +48,19 @@ def test_the_world_in_a_cuda_graph_follows_its_seed():
     assert torch.equal(world(1, coords), first)
     alone = natural.natural_alignments(torch.Generator("cuda").manual_seed(1), coords.cuda(), 16)
     assert alone.shape == first.shape and not torch.equal(world(1, coords.flip(0)), first)
+
+
+def test_natural_batches_are_a_function_of_their_step():
+    settings = settings_of(coevolution="couplings", synthetic_world="natural")
+    source = batches.open_source(settings)
+    first, again = source.batch(3), batches.open_source(settings).batch(3)
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert first["extra_msa"].shape == (2, 16, 12) and first["extra_msa"].dtype == torch.uint8
+    assert not torch.equal(first["coords"], source.batch(4)["coords"])
+    depths = {int((batch["extra_msa"] != files.GAP).any(2).sum(1).max())
+              for batch in map(source.batch, range(20))}
+    assert depths == {4, 8, 16}  # never fewer rows than the MSA representation has
+    held_out = dict(source.evaluation()["held_out"])
+    assert list(held_out) == [f"synthetic-{i}" for i in range(16)]
+    held_out["synthetic-0"].pop("coords")  # as an evaluation does
+    assert "coords" in dict(source.evaluation()["held_out"])["synthetic-0"]

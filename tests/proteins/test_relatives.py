@@ -27,7 +27,7 @@ from tiny_openfold.proteins.relatives import (
     relative,
     require_protein,
 )
-from tiny_openfold.proteins.yardsticks import sequence_weights
+from tiny_openfold.proteins.yardsticks import sequence_weights, some_rows
 
 UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
 MYOGLOBIN = "VLSEGEWQLVLHVWAKVEADVAGHGQDILIRLFKSHPETLEKFDRFKHLKTEAEMKASEDLKKHGVTVLTALGAILKKKGHHEAELKP"
@@ -114,6 +114,20 @@ def test_the_shipped_model_knows_its_families_by_sequence():
     assert set(card["sequences"]) == set(card["trained_on"])
     assert relative(tokens(UBIQUITIN)[None], "x", card)["trained"]  # 2BWF_A is a ubiquitin-like domain
     assert {"bins", "error", "pairs"} <= set(card["calibration"])
+
+
+def test_near_copies_share_their_weight():
+    rows = np.array([[LETTERS.index(letter) for letter in row]
+                     for row in ("AAAAA", "AAAA-", "CCCCC", "AAA--", "CCCCA")], np.uint8)
+    expected = [1 / 2, 1 / 3, 1 / 2, 1 / 2, 1 / 2]  # 4 of 5 columns are enough, 3 are not
+    assert sequence_weights(rows) == pytest.approx(expected)
+
+
+def test_rows_are_drawn_with_the_query_first():
+    msa = np.arange(50, dtype=np.uint8)[:, None]
+    drawn = some_rows(msa, 10)
+    assert drawn[0] == 0 and len(np.unique(drawn)) == 10 and np.array_equal(drawn, some_rows(msa, 10))
+    assert not np.array_equal(drawn, some_rows(msa, 10, seed=1)) and some_rows(msa, 50) is msa
 
 
 # --- Alignment of a profile ------------------------------------------------------------------------------

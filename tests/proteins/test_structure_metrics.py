@@ -73,9 +73,3 @@ def test_residues_without_coordinates_are_left_out():
     assert sm.compared(model, true)["residues_compared"] == 70
     true[2:] = np.nan
     assert sm.compared(model, true) is None
-
-
-@pytest.mark.parametrize("size", [3, 4, 7])
-def test_the_shortest_chains(size):
-    found = sm.compared(rotated(a_trace(size)), a_trace(size))
-    assert found["tm_score"] == pytest.approx(1, abs=1e-5) and found["rmsd"] == pytest.approx(0, abs=1e-5)

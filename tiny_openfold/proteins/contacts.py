@@ -94,7 +94,9 @@ def evaluate(trainer, source, stop, final=False):
                                             lddt=distance_lddt(distances, *known))
                 if directory and group == "held_out":
                     write_map(os.path.join(directory, name), name, source.structure(name), tokens, arrays)
-    return Evaluation(contact_line(results), scores(results), validation_score(results), results)
+    validated = results.get("validation")
+    return Evaluation(contact_line(results), scores(results), means(validated)["p_l2"] if validated else None,
+                      results)
 
 
 def means(proteins):
@@ -108,12 +110,6 @@ def scores(evaluation):
     return {f"{group.replace('_', '-')} {title}": means(proteins)[key]
             for group, proteins in evaluation.items() if proteins
             for key, title in (("p_l2", "P(L/2)"), ("lddt", "lDDT"))}
-
-
-def validation_score(evaluation):
-    """Mean P(L/2) of the validation families, by which the best weights are chosen; None without any."""
-    proteins = evaluation.get("validation")
-    return means(proteins)["p_l2"] if proteins else None
 
 
 def contact_line(evaluation):

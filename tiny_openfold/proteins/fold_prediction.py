@@ -21,15 +21,24 @@ def fold(centres, program, settings):
 
 
 def found_fold(centres, seed, found, result):
-    """Fold a Prediction and say what is found; how predict() writes it down."""
+    """Fold a Prediction and say what is found; how predict() writes it down. Raises UserError where the fold
+    is not finite."""
     started = time.monotonic()
     print(f"Folding {found.protein.length} residues on the CPU", flush=True)
     *line, calibrated_on = confidence.line_of(result["card"])
-    made, plddt = structure(found, centres, seed, line, [n - 1 for n in result["low_confidence"]])
+    centres, logits = torch.as_tensor(centres, dtype=torch.float32), found.output["distogram_logits"]
+    orientations = {name: found.output[name] for name in BINS if name in found.output}
+    with tqdm(total=folding.STEPS, unit="step", disable=None, leave=False) as bar:
+        made = folding.folded(logits, centres, found.protein.sequence, seed, orientations or None, bar.update)
+    if not made.atoms.isfinite().all():
+        raise UserError("the fold is not finite: nothing is written", code=FAILED)
+    anchors, probability = fold_energy.anchor(made.atoms[None], found.protein.sequence)[0], logits.softmax(-1)
+    expected = confidence.expected_lddt(probability, centres, anchors)
+    plddt = confidence.plddt(expected, *line, [n - 1 for n in result["low_confidence"]]).numpy()
     atoms = made.atoms.numpy()
     result |= dict(plddt=float(plddt.mean()), plddt_by_residue=plddt.round(2).tolist(),
-                   plddt_calibrated_on=calibrated_on, entropy_bits=confidence.entropy(
-                       found.output["distogram_logits"].softmax(-1)), **quality(made, found.protein.sequence),
+                   plddt_calibrated_on=calibrated_on, entropy_bits=confidence.entropy(probability),
+                   **quality(made, found.protein.sequence),
                    seconds=dict(model=found.seconds, folding=time.monotonic() - started))
     print_fold(result)
     if found.coords[1].any():
@@ -37,20 +46,6 @@ def found_fold(centres, seed, found, result):
         print_scores(result["scores"], found)
     return writers(found, atoms, plddt, result), partial(fold_pictures.write_picture, m=found.table(),
                                                          atoms=atoms, plddt=plddt)
-
-
-def structure(found, centres, seed, line=(0.0, 1.0), uncertain=()):
-    """(folding.Fold, pLDDT (L,) numpy) of a prediction.Prediction; uncertain: residues, from 0, for which
-    there are next to no rows. Raises UserError where the fold is not finite."""
-    centres, logits = torch.as_tensor(centres, dtype=torch.float32), found.output["distogram_logits"]
-    orientations = {name: found.output[name] for name in BINS if name in found.output}
-    with tqdm(total=folding.STEPS, unit="step", disable=None, leave=False) as bar:
-        made = folding.folded(logits, centres, found.protein.sequence, seed, orientations or None, bar.update)
-    if not made.atoms.isfinite().all():
-        raise UserError("the fold is not finite: nothing is written", code=FAILED)
-    anchors = fold_energy.anchor(made.atoms[None], found.protein.sequence)[0]
-    expected = confidence.expected_lddt(logits.softmax(-1), centres, anchors)
-    return made, confidence.plddt(expected, *line, uncertain).numpy()
 
 
 def quality(made, sequence):
