@@ -8,8 +8,13 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
 from tiny_openfold.proteins import batches, contacts, structure_metrics
-from tiny_openfold.proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt
-from tiny_openfold.proteins.coordinates import require_coordinates
+from tiny_openfold.proteins.batches import (
+    RealProteins,
+    SyntheticProteins,
+    assemble,
+    corrupt,
+    require_coordinates,
+)
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, MASK, Protein
 from tiny_openfold.proteins.synthetic import (
     PARTNER,

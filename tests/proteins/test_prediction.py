@@ -254,10 +254,12 @@ def test_residues_without_rows_are_named(tmp_path, model_file, capsys):
     for row in rng.integers(0, 20, (60, len(SEQUENCE))):
         rows.append("".join(files.LETTERS[token] for token in row[:20]) + "-" * 8
                     + "".join(files.LETTERS[token] for token in row[28:]))
-    (tmp_path / "x.a3m").write_text("".join(f">{i}\n{row}\n" for i, row in enumerate(rows)))
+    (tmp_path / "x.a3m").write_text("".join(f">{i}_consensus\n{row}\n" for i, row in enumerate(rows)))
     assert run("--contacts", tmp_path / "x.a3m", *FLAGS) == 0
     result = json.loads((tmp_path / "out" / "x.json").read_text())
-    assert result["low_confidence"] == [*range(21, 29)] and "residues 21-28" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert result["low_confidence"] == [*range(21, 29)] and "residues 21-28" in out
+    assert out.count("0_consensus, is the consensus") == 1
 
 
 @pytest.mark.parametrize("coevolution", ["none", "couplings"])

@@ -26,8 +26,9 @@ from tiny_openfold.proteins.relatives import (
     profile,
     relative,
     require_protein,
+    sequence_weights,
+    some_rows,
 )
-from tiny_openfold.proteins.yardsticks import sequence_weights, some_rows
 
 UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
 MYOGLOBIN = "VLSEGEWQLVLHVWAKVEADVAGHGQDILIRLFKSHPETLEKFDRFKHLKTEAEMKASEDLKKHGVTVLTALGAILKKKGHHEAELKP"

@@ -8,15 +8,16 @@ with rows of gaps; orientations (B, S, S, 3) in training of models with --orient
 that all batches have one shape: UNKNOWN where there is no backbone.
 """
 import math
+import sys
 
 import numpy as np
 import torch
 
+from fusion_lab.training import torchrun
 from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.program import Data
 from tiny_openfold.proteins import contacts, files
-from tiny_openfold.proteins.coordinates import located, require_coordinates
 from tiny_openfold.proteins.files import GAP, MASK
 from tiny_openfold.proteins.folds import Folds, Piece, RealFolds
 from tiny_openfold.proteins.natural import GraphedWorld, natural_alignments
@@ -25,6 +26,7 @@ from tiny_openfold.proteins.relatives import learned_from
 from tiny_openfold.proteins.synthetic import synthetic_proteins
 
 MOST_EXTRA = 4096  # rows of extra_msa in an evaluation
+FEW_COORDINATES = 0.5  # share of a protein's residues, below which there is a warning: nobody would see it
 FEW = 8  # training families, at least, that an evaluation looks at beside those for validation
 
 
@@ -204,6 +206,27 @@ def held_out_of(names, training):
     if len(set(chosen)) == len(names):
         raise UserError("every family is held out: nothing is left to train on")
     return set(chosen)
+
+
+def located(protein):
+    """How many residues have coordinates."""
+    return int(np.isfinite(protein.coords).all(axis=1).sum())
+
+
+def below(proteins, share):
+    """The proteins less than such a share of which has coordinates, in words; "" if there are none."""
+    return ", ".join(f"{printable(protein.name)} ({located(protein)} of {protein.length} residues)"
+                     for protein in proteins if located(protein) < share * protein.length)
+
+
+def require_coordinates(proteins, least):
+    """One line on stderr for proteins less than half of which has coordinates. Raises UserError where it is
+    less than `least`, --min-coordinates."""
+    if bare := below(proteins, least):
+        raise UserError(f"too few coordinates in {bare}: fewer than --min-coordinates {least:g}; "
+                        "is it the right structure? A lower --min-coordinates takes it as it is")
+    if torchrun.first() and (few := below(proteins, FEW_COORDINATES)):
+        print(f"warning: less than half has coordinates in {few}", file=sys.stderr)
 
 
 class RealProteins(Proteins):

@@ -185,7 +185,8 @@ def natural_alignments(generator, coords, num_seqs):
 
 class GraphedWorld:
     """natural_alignments() for one shape on a GPU: some thousand small kernels in one CUDA graph, on a stream
-    of its own beside the training."""
+    of its own beside the training. A replay allocates nothing, which would break the capture of a training
+    step that runs meanwhile."""
 
     def __init__(self, device, coords, num_seqs):
         self.generator, self.stream = torch.Generator(device), torch.cuda.Stream(device)

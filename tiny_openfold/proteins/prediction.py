@@ -24,7 +24,7 @@ from fusion_lab.training.options import flag
 from fusion_lab.training.program import ROOT
 from fusion_lab.training.reporting import print_result
 from tiny_openfold.proteins import files, maps
-from tiny_openfold.proteins.batches import MOST_EXTRA, assemble
+from tiny_openfold.proteins.batches import MOST_EXTRA, assemble, require_coordinates
 from tiny_openfold.proteins.coevolution import FEATURES, mean_field_dca
 from tiny_openfold.proteins.contacts import (
     CONTACT_DISTANCE,
@@ -35,11 +35,9 @@ from tiny_openfold.proteins.contacts import (
     half_length,
     ranked_pairs,
 )
-from tiny_openfold.proteins.coordinates import require_coordinates
 from tiny_openfold.proteins.options import OF_PREDICTIONS
 from tiny_openfold.proteins.orientations import BINS
-from tiny_openfold.proteins.relatives import Depth, kinship, relative, require_protein
-from tiny_openfold.proteins.yardsticks import some_rows
+from tiny_openfold.proteins.relatives import Depth, kinship, relative, require_protein, some_rows
 
 MODEL = os.path.join(ROOT, "tiny_openfold", "models", "families.pt")  # what is used without --resume
 ROWS = 512                # of the alignment, without --eval-seqs

@@ -1,5 +1,6 @@
 """What an alignment can tell, judged before a model reads it: whether it is of proteins, how many of its rows
-count, and whether the model was trained on a relative. Needs numpy only.
+count, and whether the model was trained on a relative. Needs numpy only. Letters in shapes: R alignment rows,
+S residues.
 
 Relatives are found as by PSI-BLAST (Altschul et al. 1997, doi:10.1093/nar/25.17.3389): the alignment's
 profile, log-odds of its columns, is aligned with the sequences of a family by local alignment with affine
@@ -14,10 +15,10 @@ import numpy as np
 from fusion_lab.training.files import UserError, printable
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, TOKENS, UNKNOWN
 from tiny_openfold.proteins.maps import runs
-from tiny_openfold.proteins.yardsticks import sequence_weights, some_rows
 
 BASES = [AMINO_ACIDS.index(letter) for letter in "ACGT"]  # U is read as C, see files.py
 NUCLEIC, ENOUGH = 0.95, 10  # share of letters that are bases or N; of fewer letters nobody can say
+IDENTITY = 0.8              # rows that agree in this share of the columns count as one
 KNOWN = 0.5                 # share of the query whose amino acids must be known
 LEAST_ROWS = 30             # effective ones; a column that fewer fill says next to nothing
 STRETCH = 5                 # such columns side by side, at least, for which confidence was too high
@@ -41,6 +42,24 @@ APART = 10_000 * UNIT    # between sequences that lie one behind the other: noth
 PSEUDOCOUNTS = 10        # rows' worth of what BLOSUM62 expects, beside the letters of a column less one
 RELATED = 1e-3           # E-value, at most, of relatives
 MOST_ROWS, DECOYS = 1000, 500  # at most, of an alignment; at least
+
+
+def some_rows(msa, most, seed=0):
+    """The query and at most most - 1 other rows, drawn by the seed where there are more; (rows, S)."""
+    if len(msa) <= most:
+        return msa
+    others = np.random.default_rng(seed).permutation(np.arange(1, len(msa)))
+    return msa[np.append(0, others[:most - 1])]
+
+
+def sequence_weights(msa):
+    """(R,) 1 / the number of rows that have at least IDENTITY of the columns in common with a row, itself
+    among them; gaps count as letters. So a clade of near copies counts as one (Morcos et al. 2011,
+    doi:10.1073/pnas.1111471108); the sum is the effective number of rows."""
+    states = int(msa.max()) + 1
+    letters = np.zeros((len(msa), msa.shape[1] * states), np.float32)  # one-hot
+    np.put_along_axis(letters, np.arange(msa.shape[1]) * states + msa.astype(np.int64), 1, axis=1)
+    return 1 / (letters @ letters.T >= IDENTITY * msa.shape[1] - 1e-6).sum(axis=1)
 
 
 def require_protein(query, path):
