@@ -7,13 +7,19 @@ import pytest
 import torch
 from torch.nn.functional import one_hot
 
+import tiny_openfold_v2 as tof
 from tests.support import require_shared
-from tests.training.test_learning import trainer_of
 from tiny_openfold.proteins import batches, coevolution, files
 from tiny_openfold.proteins.contacts import contact_precision
 from tiny_openfold.proteins.files import GAP
 
+SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
+             seq_len=12, batch_size=2, extra_seqs=16)
 A, C, D = range(3)
+
+
+def trainer_of(**values):
+    return tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(**SMALL, **values), torch.device("cpu"))
 
 
 def test_rows_that_are_alike_share_their_weight():

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.test_learning import settings_of
+import tiny_openfold_v2 as tof
+from tests.proteins.test_coevolution import SMALL
 from tiny_openfold.proteins import batches, coevolution, contacts, files, folds, natural
 
 
@@ -51,7 +52,7 @@ def test_the_world_in_a_cuda_graph_follows_its_seed():
 
 
 def test_natural_batches_are_a_function_of_their_step():
-    settings = settings_of(coevolution="couplings", synthetic_world="natural")
+    settings = tof.PROGRAM.settings(**SMALL, coevolution="couplings", synthetic_world="natural")
     source = batches.open_source(settings)
     first, again = source.batch(3), batches.open_source(settings).batch(3)
     assert all(torch.equal(first[key], again[key]) for key in first)
