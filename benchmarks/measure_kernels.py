@@ -32,11 +32,10 @@ require_packages("measure_kernels.py", "torch", "triton")
 import torch
 import torch.nn.functional as F
 
+from fusion_lab.kernels import outer_product, transition
 from fusion_lab.kernels.attention import layer as attention_layer
 from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.library.attention_choice import flex_attend, prepare_flex_attention
-from fusion_lab.kernels.outer_product_mean import layout as outer_layout
-from fusion_lab.kernels.transition import layer as transition_layer
 from fusion_lab.kernels.triangle_multiplication import operator as triangle_operator
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
@@ -103,7 +102,7 @@ def layer_tensors(size, normal):
 def outer_implementations():
     """{name: function(left, right (B, N, S, h), weight (c, h*h), bias (c,), pair (B, S, S, c))}"""
     def plain(left, right, weight, bias, pair):
-        return references.outer_layout(left, right, weight, bias, 1 / left.shape[1], pair)
+        return references.outer_first(left, right, weight, bias, 1 / left.shape[1], pair)
 
     def reordered(left, right, weight, bias, pair):
         h, found = left.shape[-1], []
@@ -114,7 +113,7 @@ def outer_implementations():
         return pair + (torch.stack(found) + bias) / left.shape[1]
 
     def layout(left, right, weight, bias, pair):
-        return outer_layout.outer_layout(left, right, weight, bias, 1 / left.shape[1], pair)
+        return outer_product.outer_first(left, right, weight, bias, 1 / left.shape[1], pair)
     return dict(plain=plain, compiled=plain, reordered=reordered, layout=layout)
 
 
@@ -151,8 +150,8 @@ def multiplication_tensors(size, normal):
 
 def transition_implementations():
     """{name: function(x (1, S, S, c), *weights and biases) -> (1, S, S, c)}"""
-    return called(lambda function, x, *weights: function(x, *weights, 1e-5, residual=x),
-                  references.transition_layer, transition_layer.transition_layer)
+    return called(lambda function, x, *weights: function(x, *weights), references.transition_layer,
+                  transition.layer)
 
 
 def transition_tensors(size, normal):

@@ -8,7 +8,7 @@ nothing.
     takes_attention          gated_attention
     takes_attention_layer    attention_layer
     takes_head_bias          head_bias
-    runs                     outer_layout
+    runs                     outer_first
     fits                     two_layers, triangle_multiplication
     takes_transition         transition_layer
     takes_outer_sides        sides
@@ -93,16 +93,16 @@ def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, bias_
 def head_bias(bias_proj, x, norm):
     """bias_proj(norm(x)) as a bias of attention, (B, H, X, Y); and x, for whoever reads it after this."""
     from fusion_lab.kernels import projections as kernels
-    return kernels.norm_project(x, norm.weight, norm.bias, None, bias_proj.weight, norm.eps, True)[1:]
+    return kernels.head_bias(x, norm.weight, norm.bias, bias_proj.weight, norm.eps)
 
 
-def outer_layout(left, right, output, recompute, scale=1.0, residual=None):
-    """[residual +] scale output(outer product of left and right, summed over rows), (B, S, S, c).
+def outer_first(left, right, output, recompute, scale=1.0, onto=None):
+    """[onto +] scale output(outer product of left and right, summed over rows), (B, S, S, c).
 
     left, right (B, N, S, h), rows summed over N; output is a module from h^2 to c; scale is a number.
     """
-    from fusion_lab.kernels.outer_product_mean import layout as kernels
-    return kernels.outer_layout(left, right, output.weight, output.bias, scale, residual, recompute)
+    from fusion_lab.kernels import outer_product as kernels
+    return kernels.outer_first(left, right, output.weight, output.bias, scale, onto, recompute)
 
 
 def takes_outer_sides(x, h):
@@ -113,21 +113,21 @@ def takes_outer_sides(x, h):
 def sides(x, norm, weight, bias):
     """Both sides of an outer product, (B, N, S, h) each: the halves of norm(x) weight^T + bias, of packed
     weight (2 h, c) and bias (2 h,); and x, for whoever reads it after this."""
-    from fusion_lab.kernels.outer_product_mean import sides as kernels
-    return kernels.side_projection(x, norm.weight, norm.bias, weight, bias, norm.eps)
+    from fusion_lab.kernels import outer_product_sides as kernels
+    return kernels.sides(x, norm.weight, norm.bias, weight, bias, norm.eps)
 
 
 def two_layers(x, first, second):
     """second(relu(first(x))) of modules, shaped as x (..., c)."""
-    from fusion_lab.kernels.transition import hidden_gradient as kernels
+    from fusion_lab.kernels import transition as kernels
     return kernels.two_layers(x, first.weight, first.bias, second.weight, second.bias)
 
 
-def transition_layer(x, norm, first, second, residual, recompute):
-    """[residual +] second(relu(first(norm(x)))) of modules, shaped as x (B, X, Y, c)."""
-    from fusion_lab.kernels.transition import layer as kernels
-    return kernels.transition_layer(x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
-                                    second.bias, norm.eps, residual, recompute)
+def transition_layer(x, norm, first, second, recompute):
+    """x + second(relu(first(norm(x)))) of modules, shaped as x (B, X, Y, c)."""
+    from fusion_lab.kernels import transition as kernels
+    return kernels.layer(x, norm.weight, norm.bias, first.weight, first.bias, second.weight, second.bias,
+                         norm.eps, recompute)
 
 
 def gathered_gradients(gathers):

@@ -127,15 +127,15 @@ LAUNCHES = {
     "attention sub-layer without dropout": (
         run, problems.sub_layer, 1, 64, 64, 128, 4, 2, "own", False, True, None),
     "odd projections": (run, problems.sub_layer, 2, 7, 7, 128, 4, 1, "own", False, True, 2),
-    **{f"heads of a bias, c {c}": (run, problems.norm_project, (1, 64, 64, c), 0, 4) for c in (64, 128, 256)},
+    **{f"heads of a bias, c {c}": (run, problems.head_bias, (1, 64, 64, c), 4) for c in (64, 128, 256)},
     **{f"two layers, c {c}": (run, problems.two_layers, (1, 256, c), 4 * c) for c in (64, 128, 256)},
     "two layers, odd": (run, problems.two_layers, (1, 77, 128), 512),
-    **{f"transition sub-layer, c {c}": (run, problems.transition, (1, 16, 16, c), 4 * c, "x")
+    **{f"transition sub-layer, c {c}": (run, problems.transition_layer, (1, 16, 16, c), 4 * c)
        for c in (64, 128)},
-    **{f"outer product, N {N}, S {S}, c {c}": (run, problems.outer_product, 1, N, S, 32, c, True)
+    **{f"outer product, N {N}, S {S}, c {c}": (run, problems.outer_first, 1, N, S, 32, c, True)
        for N, S, c in ((128, 64, 128), (16, 64, 128), (77, 77, 64), (77, 77, 72))},
     **{f"outer product added, c {c}, h {h}": (
-        run, problems.outer_product, 1, 16, 64, h, c, True, 0.1, True) for c, h in ((128, 32), (64, 12))},
+        run, problems.outer_first, 1, 16, 64, h, c, True, 0.1, True) for c, h in ((128, 32), (64, 12))},
     **{f"sides, c {c}, h {h}": (run, problems.sides, (1, 16, 64, c), h)
        for c, h in ((64, 32), (128, 32), (16, 16))},
     "weights of a block": (many_weights, 4096, WEIGHTS),

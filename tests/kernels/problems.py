@@ -7,14 +7,10 @@ given others (test_kernels_gpu.py). Whatever is no gradient's tensor, masks and 
 """
 import torch
 
-from fusion_lab.kernels import projections
+from fusion_lab.kernels import outer_product, outer_product_sides, projections, transition
 from fusion_lab.kernels.attention import drop_in as attention_drop_in
 from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.attention.layer import attention_layer
-from fusion_lab.kernels.outer_product_mean.layout import outer_layout
-from fusion_lab.kernels.outer_product_mean.sides import side_projection
-from fusion_lab.kernels.transition import hidden_gradient
-from fusion_lab.kernels.transition.layer import transition_layer
 from fusion_lab.kernels.triangle_multiplication import drop_in as multiplication_drop_in
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
 from fusion_lab.kernels.triangle_multiplication import products
@@ -100,25 +96,21 @@ def sub_layer(dtype, B, X, Y, c, heads, axis, maker, masked, adds, shared):
     return run(attention_layer), run(references.attention_layer), tensors
 
 
-def norm_project(dtype, shape, width, heads, hands_on=False):
-    """Outputs behind each other in one tensor; hands_on: with the square of the x that is handed on."""
+def head_bias(dtype, shape, heads):
+    """The bias, and the square of the x that is handed on."""
     torch.manual_seed(0)
     c = shape[-1]
-    tensors = drawn(dtype, shape, (c,), (c,), *[(n, c) for n in (width, heads) if n])
+    tensors = drawn(dtype, shape, (c,), (c,), (heads, c))
     tensors[1:3] = 1 + 0.1 * tensors[1], 0.1 * tensors[2]
 
-    def joined(function):
-        def run(x, norm_weight, norm_bias, *weights):
-            weights = iter(weights)
-            pair = [next(weights) if n else None for n in (width, heads)]
-            found = [*function(x, norm_weight, norm_bias, *pair, 1e-5), x][:3]
-            found[2] = found[2].square() if hands_on else None
-            return torch.cat([t.flatten() for t in found if t is not None])
-        return run
-
     def ours(*given):
-        return projections.norm_project(*given, hands_on)
-    return joined(ours), joined(references.norm_project), tensors
+        bias, x = projections.head_bias(*given, 1e-5)
+        return torch.cat([bias.flatten(), x.square().flatten()])
+
+    def plain(x, norm_weight, norm_bias, head_weight):
+        _, bias = references.norm_project(x, norm_weight, norm_bias, None, head_weight, 1e-5)
+        return torch.cat([bias.flatten(), x.square().flatten()])
+    return ours, plain, tensors
 
 
 def hidden_layer(dtype, shape, units, heads):
@@ -156,7 +148,7 @@ def output_project(dtype, shape, channels, residual, shared, scale=1.0):
     return ours, plain, drawn(dtype, shape, (channels, shape[-1]), (channels,), *[out] * residual)
 
 
-def outer_product(dtype, samples, rows, size, h, channels, packed, scale=1.0, adds=False):
+def outer_first(dtype, samples, rows, size, h, channels, packed, scale=1.0, adds=False):
     torch.manual_seed(0)
     both, weight, *rest = drawn(dtype, (samples, rows, size, 2 * h), (channels, h * h), (channels,),
                                 *[(samples, size, size, channels)] * adds)
@@ -167,7 +159,7 @@ def outer_product(dtype, samples, rows, size, h, channels, packed, scale=1.0, ad
             return function(*sides, *rest[:2], scale, *rest[2:])
         return call
     sides = [both] if packed else [side.contiguous() for side in both.chunk(2, -1)]
-    return unpacked(outer_layout), unpacked(references.outer_layout), [*sides, weight, *rest]
+    return unpacked(outer_product.outer_first), unpacked(references.outer_first), [*sides, weight, *rest]
 
 
 def sides(dtype, shape, h):
@@ -182,29 +174,22 @@ def sides(dtype, shape, h):
             left, right, x = function(*given)
             return torch.cat([left, right, x.square().to(left.dtype)], -1)
         return call
-    return joined(side_projection), joined(references.side_projection), tensors
+    return joined(outer_product_sides.sides), joined(references.sides), tensors
 
 
 def two_layers(dtype, shape, units):
     torch.manual_seed(0)
     c = shape[-1]
-    return (hidden_gradient.two_layers, references.two_layers,
+    return (transition.two_layers, references.two_layers,
             drawn(dtype, shape, (units, c), (units,), (c, units), (c,)))
 
 
-def transition(dtype, shape, units, residual):
-    """residual: "x", "another" or None."""
+def transition_layer(dtype, shape, units):
     torch.manual_seed(0)
     c = shape[-1]
-    tensors = drawn(dtype, shape, (c,), (c,), (units, c), (units,), (c, units), (c,), shape)
+    tensors = drawn(dtype, shape, (c,), (c,), (units, c), (units,), (c, units), (c,))
     tensors[1:3] = 1 + 0.1 * tensors[1], 0.1 * tensors[2]
-
-    def run(function):
-        def call(x, *given):
-            *weights, another = given
-            return function(x, *weights, 1e-5, dict(x=x, another=another).get(residual))
-        return call
-    return run(transition_layer), run(references.transition_layer), tensors
+    return transition.layer, references.transition_layer, tensors
 
 
 def multiplication(dtype, B, S, c, outgoing, masked, residual, shared, biased):
@@ -293,14 +278,9 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
         "one wide head": (1, 3, 5, 64, 1, 2, None, True, True, 1),
         "whole tiles": (2, 16, 16, 16, 1, 1, "own", True, True, 2),
         "wide heads": (1, 3, 5, 128, 2, 1, None, True, True, 2)}),
-    "norm and projections": (norm_project, {  # shape of x, width, heads, whether x is handed on
-        "two samples, odd": ((2, 5, 7, 32), 128, 4),
-        "width no multiple of a tile": ((1, 3, 11, 16), 48, 2),
-        "no heads": ((2, 3, 5, 64), 192, 0),
-        "heads alone": ((2, 7, 5, 16), 0, 3),
-        "many heads, one position": ((1, 1, 1, 128), 256, 17),
-        "whole tiles": ((2, 8, 16, 32), 64, 4),
-        "x handed on": ((2, 5, 7, 32), 0, 4, True)}),
+    "head bias": (head_bias, {  # shape of x, heads
+        "two samples, odd": ((2, 7, 5, 16), 3), "whole tiles": ((2, 8, 16, 32), 4),
+        "many heads, one position": ((1, 1, 1, 128), 17)}),
     "hidden layer": (hidden_layer, {  # shape of x, hidden units, heads
         "two samples, odd": ((2, 5, 7, 32), 128, 0),
         "whole tiles": ((2, 8, 16, 16), 256, 3),
@@ -318,7 +298,7 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
         "lines of tiles, columns dropped": ((2, 3, 128, 16), 32, True, 2),
         "scaled bias, wide": ((2, 3, 5, 256), 16, True, None, 0.3),
         "scaled bias, odd width, update alone": ((1, 4, 7, 48), 32, False, None, 0.3)}),
-    "outer product": (outer_product, {  # B, N, S, h, c, packed, scale, whether there is a residual
+    "outer product": (outer_first, {  # B, N, S, h, c, packed, scale, whether there is a residual
         "residual": (2, 7, 9, 8, 16, True, 0.3, True),
         "two samples, odd": (2, 7, 9, 8, 12, True, 0.3),
         "many rows": (1, 77, 5, 16, 16, False),
@@ -337,9 +317,9 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
         "one position": ((1, 1, 1, 128), 512), "whole tiles": ((1, 16, 64, 16), 128),
         "wide, 192 units": ((1, 1, 5, 256), 192), "wide, 256 units": ((1, 1, 5, 256), 256),
         "no position": ((0, 5, 16), 64)}),
-    "transition": (transition, {  # shape of x, hidden units, residual
-        "two samples, odd": ((2, 5, 7, 32), 128, "x"), "several shares": ((1, 3, 130, 16), 64, "x"),
-        "another residual": ((1, 3, 4, 16), 64, "another"), "update alone": ((1, 3, 5, 32), 64, None)}),
+    "transition": (transition_layer, {  # shape of x, hidden units
+        "two samples, odd": ((2, 5, 7, 32), 128), "several shares": ((1, 3, 130, 16), 64),
+        "whole tiles": ((2, 8, 16, 32), 64), "units no multiple of a tile": ((1, 3, 11, 16), 192)}),
     "multiplication": (multiplication, {  # B, S, c, outgoing, dims of mask, residual, dropout along, biases
         "small": (1, 5, 16, True, 2, "x", 1, True),
         "outgoing": (2, 13, 32, True, 2, "x", 1, True),

@@ -50,12 +50,12 @@ def bias_gradient(partial_sums, length, dtype, transpose):
     return (out.mT if transpose else out).contiguous()
 
 
-def outer_layout(left, right, weight, bias, scale=1.0, residual=None):
+def outer_first(left, right, weight, bias, scale=1.0, residual=None):
     update = F.linear(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2), weight, bias) * scale
     return update if residual is None else residual + update
 
 
-def side_projection(x, norm_weight, norm_bias, weight, bias, eps=1e-5):
+def sides(x, norm_weight, norm_bias, weight, bias, eps=1e-5):
     normal = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps)
     return *F.linear(normal, weight, bias).chunk(2, dim=-1), x
 
@@ -64,9 +64,8 @@ def two_layers(x, w1, b1, w2, b2):
     return F.linear(F.linear(x, w1, b1).relu(), w2, b2)
 
 
-def transition_layer(x, norm_weight, norm_bias, w1, b1, w2, b2, eps=1e-5, residual=None):
-    update = two_layers(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), w1, b1, w2, b2)
-    return update if residual is None else residual + update
+def transition_layer(x, norm_weight, norm_bias, w1, b1, w2, b2, eps=1e-5):
+    return x + two_layers(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), w1, b1, w2, b2)
 
 
 def weight_gradients(lefts, rights):

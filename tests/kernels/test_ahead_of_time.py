@@ -19,7 +19,7 @@ from tests.kernels.launches import LAUNCHES, WITHOUT_PRODUCTS, spills_too_often
 def test_kernels_on_a_cpu_say_what_they_need():
     x, vector = torch.zeros(1, 3, 5, 16), torch.zeros(16)
     with pytest.raises(RuntimeError, match="norm_project is .* needs a GPU, or TRITON_INTERPRET=1"):
-        projections.norm_project(x, vector, vector, torch.zeros(32, 16), None, 1e-5)
+        projections.head_bias(x, vector, vector, torch.zeros(2, 16), 1e-5)
 
 
 def described(kernel):

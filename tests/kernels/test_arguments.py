@@ -6,12 +6,12 @@ import torch
 
 from fusion_lab.kernels.attention import layer as attention_layer
 from fusion_lab.kernels.attention import operator as attention
-from fusion_lab.kernels.outer_product_mean.layout import outer_layout
-from fusion_lab.kernels.outer_product_mean.sides import side_projection
-from fusion_lab.kernels.projections import OUTPUT_PROJECT_OP, norm_project
+from fusion_lab.kernels.outer_product import outer_first
+from fusion_lab.kernels.outer_product_sides import sides
+from fusion_lab.kernels.projections import OUTPUT_PROJECT_OP, head_bias
 from fusion_lab.kernels.reductions import weight_gradients
-from fusion_lab.kernels.transition.hidden_gradient import two_layers
-from fusion_lab.kernels.transition.layer import transition_layer
+from fusion_lab.kernels.transition import layer as transition_layer
+from fusion_lab.kernels.transition import two_layers
 from fusion_lab.kernels.triangle_multiplication.operator import triangle_multiplication
 from tests.support import ROOT
 
@@ -22,7 +22,7 @@ PARTS = dict.fromkeys("qkvg", (1, 3, 5, 16))
 LAYER = dict(x=(1, 3, 3, 16), norm_weight=(16,), norm_bias=(16,), weight=(64, 16), gate_bias=(16,),
              out_weight=(16, 16), out_bias=(16,), head_weight=None, bias=None, keys=None)
 LAYOUT = dict(left=(2, 3, 4, 8), right=(2, 3, 4, 8), weight=(16, 64), bias=(16,))
-NORM = dict(x=(1, 3, 4, 16), norm_weight=(16,), norm_bias=(16,), weight=(32, 16), head_weight=(2, 16))
+HEADS = dict(x=(1, 3, 4, 16), norm_weight=(16,), norm_bias=(16,), head_weight=(2, 16))
 OUTPUT = dict(og=(1, 2, 3, 48), weight=(16, 48), bias=(16,))
 SIDES = dict(x=(1, 2, 3, 16), norm_weight=(16,), norm_bias=(16,), weight=(32, 16), bias=(32,))
 TWO = dict(x=(3, 16), w1=(64, 16), b1=(64,), w2=(16, 64), b2=(16,))
@@ -48,10 +48,10 @@ def gradients_of_weights(left, other_left, right, other_right):
 CALLS = {  # name: the call, sizes that it takes
     "attention": (attend, ATTENTION), "attention of parts": (attend_parts, PARTS),
     "layer": (lambda **given: attention_layer.attention_layer(heads=2, axis=2, **given), LAYER),
-    "outer product": (outer_layout, LAYOUT),
-    "norm": (lambda **given: norm_project(eps=1e-5, **given)[0], NORM),
+    "outer product": (outer_first, LAYOUT),
+    "heads": (lambda **given: head_bias(eps=1e-5, **given)[0], HEADS),
     "output": (lambda **given: OUTPUT_PROJECT_OP(*given.values(), None, None), OUTPUT),
-    "sides": (lambda **given: side_projection(**given)[0], SIDES), "two layers": (two_layers, TWO),
+    "sides": (lambda **given: sides(**given)[0], SIDES), "two layers": (two_layers, TWO),
     "transition": (transition_layer, TRANSITION), "triangle": (triangle_multiplication, TRIANGLE),
     "weights": (gradients_of_weights, WIDE),
 }
@@ -91,9 +91,8 @@ REFUSED = [  # a call, sizes that are wrong, how the line begins
     ("outer product", dict(right=(2, 3, 5, 8)), "right is (2, 3, 5, 8), but must be (2, 3, 4, 8)"),
     ("outer product", dict(weight=(16, 32)), "weight is (16, 32), but must be (16, 64)"),
     ("outer product", dict(bias=(8,)), "bias is (8,), but must be (16,)"),
-    ("norm", dict(weight=(32, 8)), "weight is (32, 8), but must be (32, 16)"),
-    ("norm", dict(head_weight=(2, 32)), "head_weight is (2, 32), but must be (2, 16)"),
-    ("norm", dict(head_weight=(65, 16)), "no Triton projection for 65 heads"),
+    ("heads", dict(head_weight=(2, 32)), "head_weight is (2, 32), but must be (2, 16)"),
+    ("heads", dict(head_weight=(65, 16)), "no Triton projection for 65 heads"),
     ("output", dict(og=(1, 2, 3, 40), weight=(16, 40)), "no Triton output projection of 40 channels"),
     ("sides", dict(x=(1, 2, 3, 32)), "x is (1, 2, 3, 32), but must be (1, 2, 3, 16)"),
     ("sides", dict(norm_weight=(8,)), "norm_weight is (8,)"), ("sides", dict(bias=(16,)), "bias is (16,)"),

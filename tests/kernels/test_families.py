@@ -5,13 +5,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fusion_lab.kernels import tuner
+from fusion_lab.kernels import outer_product_sides, transition, tuner
 from fusion_lab.kernels.attention import drop_in as attention_drop_in
 from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.common import NAMESPACE
-from fusion_lab.kernels.outer_product_mean import sides
 from fusion_lab.kernels.reductions import sums, weight_gradients
-from fusion_lab.kernels.transition import hidden_gradient
 from fusion_lab.kernels.triangle_multiplication import drop_in as multiplication_drop_in
 from tests.kernels.problems import FAMILIES, made
 from tests.kernels.rule import equal, gradients, in_dtypes, violations
@@ -23,9 +21,10 @@ FUNCTIONS = [name for name in FAMILIES if name not in (*WITHOUT_DERIVATIVE, "sho
 MOST_TILES = 12  # the longest list of candidates; shorter ones begin again
 LARGER = [  # cases that tiles of several sizes divide, and others
     ("attention", "two whole tiles"), ("attention from Python", "long"), ("sub-layer", "whole tiles"),
-    ("norm and projections", "whole tiles"), ("hidden layer", "several tiles a program, odd"),
+    ("head bias", "whole tiles"), ("hidden layer", "several tiles a program, odd"),
     ("output projection", "tiles of lines, rows dropped"), ("outer product", "whole tiles, few rows"),
     ("outer product", "many rows"), ("sides", "several tiles"), ("two layers", "several shares"),
+    ("transition", "whole tiles"), ("transition", "two samples, odd"),
     ("two layers", "wide, 192 units"), ("two layers", "wide, 256 units"), ("multiplication", "a whole tile"),
     ("short products", "outgoing, odd")]
 
@@ -42,8 +41,8 @@ def first(family):
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """So that small problems have several shares of several tiles, too."""
-    monkeypatch.setattr(sides, "PROGRAMS", 3)
-    monkeypatch.setattr(hidden_gradient, "PROGRAMS", 16)
+    monkeypatch.setattr(outer_product_sides, "PROGRAMS", 3)
+    monkeypatch.setattr(transition, "PROGRAMS", 16)
 
 
 @pytest.mark.full
@@ -63,7 +62,7 @@ def test_with_every_tile(family, case, number, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("family, case", [
-    ("attention", "two whole tiles"), ("sub-layer", "long rows"), ("norm and projections", "whole tiles"),
+    ("attention", "two whole tiles"), ("sub-layer", "long rows"), ("head bias", "whole tiles"),
     ("outer product", "whole tiles, few rows"), ("sides", "several tiles"), ("two layers", "several shares"),
     ("multiplication", "outgoing")])
 def test_compiled_code_may_meet_other_tiles_than_it_was_made_with(family, case, monkeypatch):

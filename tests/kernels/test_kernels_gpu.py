@@ -10,10 +10,9 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 from triton.runtime.errors import OutOfResources
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import adamw, projections, tuner
+from fusion_lab.kernels import adamw, outer_product, projections, tuner
 from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.attention.drop_in import triangle_attention
-from fusion_lab.kernels.outer_product_mean import layout as outer_layout
 from fusion_lab.kernels.precision import HALF
 from fusion_lab.kernels.reductions import compile_pass, sums, weight_gradients
 from fusion_lab.kernels.triangle_multiplication import products
@@ -54,17 +53,17 @@ PROBLEMS = {  # (what makes a problem, what it is given behind the dtype, at siz
     "multiplication, from Python": (problems.multiplication_from_python, lambda S: (S, 128, "incoming")),
     "two layers": (problems.two_layers, lambda S: ((2, 5, S, 128), 512)),
     "two layers, wide": (problems.two_layers, lambda S: ((1, 3, S, 256), 1024)),
-    "transition sub-layer": (problems.transition, lambda S: ((2, 5, S, 128), 512, "x")),
-    "transition sub-layer, MSA": (problems.transition, lambda S: ((1, 3, S, 64), 256, "x")),
+    "transition sub-layer": (problems.transition_layer, lambda S: ((2, 5, S, 128), 512)),
+    "transition sub-layer, MSA": (problems.transition_layer, lambda S: ((1, 3, S, 64), 256)),
     "sub-layer, starting node": (problems.sub_layer, lambda S: (1, S, S, 128, 4, 2, "own", True, True, 1)),
     "sub-layer, ending node": (problems.sub_layer, lambda S: (1, S, S, 64, 4, 1, "own", True, True, 2)),
     "sub-layer, MSA rows": (problems.sub_layer, lambda S: (2, 3, S, 64, 4, 2, "given", True, True, 1)),
     "sub-layer, columns of one row": (problems.sub_layer, lambda S: (
         1, 1, S, 64, 4, 1, None, False, True, None)),
-    "outer layout": (problems.outer_product, lambda S: (1, 128, S, 32, 128, True)),
-    "outer layout, two samples": (problems.outer_product, lambda S: (2, 16, S, 32, 128, False)),
-    "outer layout, odd": (problems.outer_product, lambda S: (2, 37, S, 12, 72, True)),
-    "outer layout, residual": (problems.outer_product, lambda S: (1, 64, S, 32, 128, True, 0.1, True)),
+    "outer layout": (problems.outer_first, lambda S: (1, 128, S, 32, 128, True)),
+    "outer layout, two samples": (problems.outer_first, lambda S: (2, 16, S, 32, 128, False)),
+    "outer layout, odd": (problems.outer_first, lambda S: (2, 37, S, 12, 72, True)),
+    "outer layout, residual": (problems.outer_first, lambda S: (1, 64, S, 32, 128, True, 0.1, True)),
     "sides": (problems.sides, lambda S: ((1, 64, S, 64), 32)),
     "sides, two samples, many channels": (problems.sides, lambda S: ((2, 5, S, 128), 32)),
     "sides, few channels": (problems.sides, lambda S: ((1, 3, S, 16), 16)),
@@ -80,14 +79,14 @@ if COMPANIONS:
         "rotary, odd": (gated.problem, lambda S: ("rotary", 3, S, 3, 1, 6))})
 LONG = (1, 70, 256, 4, 32, 2, True, True, True)  # attention of rows for which ds may be stored
 EVERY_TILE = {  # kernels of candidates: (how many, problems)
-    "outer product": (len(outer_layout.TILES), [  # of whole tiles, several of them a program, and of others
-        (problems.outer_product, each) for each in (
+    "outer product": (len(outer_product.TILES), [  # of whole tiles, several of them a program, and of others
+        (problems.outer_first, each) for each in (
             (1, 128, 64, 32, 128, True), (2, 16, 128, 32, 128, True), (1, 37, 64, 32, 72, True),
             (1, 37, 65, 12, 72, True))]),
     "norm": (len(projections.NORM_PROJECT[False]), [  # also where weights stay
-        (function, (shape, 4 * shape[-1], heads)) for shape in (
-            (1, 128, 256, 128), (2, 93, 127, 128), (2, 64, 128, 64)) for function, heads in (
-            (problems.norm_project, 4), (problems.hidden_layer, 0))]),
+        each for shape in ((1, 128, 256, 128), (2, 93, 127, 128), (2, 64, 128, 64)) for each in (
+            (problems.head_bias, (shape, 4)), (problems.hidden_layer, (shape, 4 * shape[-1], 4)),
+            (problems.transition_layer, (shape, 4 * shape[-1])))]),
     "output": (len(projections.OUTPUT_PROJECT[False]), [
         (problems.output_project, each) for each in (
             ((1, 64, 128, 512), 128, True, 1), ((2, 37, 65, 1024), 128, True, None, 0.1),

@@ -11,9 +11,9 @@ import tiny_openfold_v2 as tof
 from fusion_lab.kernels import dispatch
 from fusion_lab.kernels.attention.layer import attention_layer
 from fusion_lab.kernels.common import NAMESPACE
-from fusion_lab.kernels.outer_product_mean.layout import outer_layout
+from fusion_lab.kernels.outer_product import outer_first
 from fusion_lab.kernels.reductions import compile_pass
-from fusion_lab.kernels.transition.layer import transition_layer
+from fusion_lab.kernels.transition import layer as transition_layer
 from fusion_lab.kernels.triangle_multiplication.operator import triangle_multiplication
 from fusion_lab.measuring import accuracy
 from tests.kernels import test_whole_block as check_model
@@ -44,9 +44,9 @@ def layers(pair):
     return {
         "attention, columns": (attention(1, True), of_attention),
         "attention, rows, no residual": (attention(2, False), of_attention),
-        "transition": (lambda again, *w: transition_layer(pair, *w, 1e-5, pair, again),
+        "transition": (lambda again, *w: transition_layer(pair, *w, 1e-5, again),
                        (vector, vector, wide, (4 * C,), (C, 4 * C), vector)),
-        "outer product": (lambda again, left, right, *w: outer_layout(left, right, *w, 0.1, pair, again),
+        "outer product": (lambda again, left, right, *w: outer_first(left, right, *w, 0.1, pair, again),
                           ((1, 5, S, 8), (1, 5, S, 8), (C, 64), vector)),
         "triangle, outgoing": (triangle(True), of_triangle),
         "triangle, incoming": (triangle(False), of_triangle)}

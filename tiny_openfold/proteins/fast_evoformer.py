@@ -4,7 +4,7 @@ The model (tiny_openfold_v2.py) is plain: a sub-layer returns its update, and th
 before the plain class, `class Fast(Twin, Plain)`, so super() is the plain one. It has the same parameters,
 hooks, random numbers and checkpoints, and another forward.
 Called with `onto`, a twin returns that tensor with its update added, because a kernel can add on its way out.
-Kernels run where they take what they are given (device, dtype, width); elsewhere the plain code runs.
+Kernels run then, where they take what they are given (device, dtype, width); elsewhere the plain code runs.
 
 A block makes its sub-layers by `make`, which chooses plain classes or twins, and runs twins by `run_block`.
 Plain classes are those of the model, also where they are named Fused. Letters in shape comments are the
@@ -58,11 +58,10 @@ class SubLayerTwin:
         return False
 
     def forward(self, x, *inputs, onto=None, dropout_factors=no_dropout, **masks):
-        """The update, by kernels if they take such an x. inputs and masks: what the plain forward takes
-        besides, masks by place or by name. With `onto`: onto + update * dropout_factors(such a tensor)."""
-        if self.takes(x):
-            drop = None if onto is None else dropout_factors(onto)
-            return self.by_kernel(x, *inputs, onto=onto, drop=drop, **masks)
+        """The update. inputs and masks: what the plain forward takes besides, masks by place or by name. With
+        `onto`: onto + update * dropout_factors(such a tensor), by kernels if that is x and they take it."""
+        if onto is x and self.takes(x):
+            return self.by_kernel(x, *inputs, drop=dropout_factors(x), **masks)
         update = recomputed(self.plan.recompute, partial(self.by_library, **masks), x, *inputs)
         return update if onto is None else add(onto, update, dropout_factors(update))
 
@@ -70,8 +69,8 @@ class SubLayerTwin:
         return super().forward(*inputs, **masks)
 
 
-def add(residual, update, drop):
-    return residual + (update if drop is None else update * drop)
+def add(onto, update, drop):
+    return onto + (update if drop is None else update * drop)
 
 
 class AttentionTwin(SubLayerTwin):
@@ -80,11 +79,11 @@ class AttentionTwin(SubLayerTwin):
     def takes(self, x):
         return self.plan.attention and dispatch.takes_attention_layer(x, self.heads)
 
-    def layer(self, x, axis, key_mask, onto, drop, bias=None, bias_proj=None):
-        """The whole sub-layer in kernels. The bias (B, H, L, L) is given, or projected by bias_proj."""
+    def layer(self, x, axis, key_mask, drop, bias=None, bias_proj=None):
+        """x + the whole sub-layer in kernels. The bias (B, H, L, L) is given, or projected by bias_proj."""
         weight, gate_bias = self.packed(*self.QKV, "gate_proj")
         return dispatch.attention_layer(x, self.layer_norm, weight, gate_bias, self.o_proj, self.heads, axis,
-                                        bias, bias_proj, key_mask, onto, drop, self.plan.recompute)
+                                        bias, bias_proj, key_mask, x, drop, self.plan.recompute)
 
     def attention(self, x, axis, key_mask=None, bias=None):
         """The plain one; where only its heads fit, our kernel between the library's projections."""
@@ -111,32 +110,30 @@ class RowAttentionTwin(AttentionTwin):
             return dispatch.head_bias(self.pair_bias_proj, pair, self.pair_norm)
         return self.bias(pair), pair
 
-    def by_kernel(self, msa, bias, seq_mask=None, onto=None, drop=None):
-        return self.layer(msa, 2, seq_mask, onto, drop, bias)
+    def by_kernel(self, msa, bias, seq_mask=None, drop=None):
+        return self.layer(msa, 2, seq_mask, drop, bias)
 
     def by_library(self, msa, bias, seq_mask=None):
         return self.attention(self.layer_norm(msa), 2, seq_mask, bias)
 
 
 class ColumnAttentionTwin(AttentionTwin):
-    def by_kernel(self, msa, row_mask=None, onto=None, drop=None):
-        return self.layer(msa, 1, row_mask, onto, drop)
+    def by_kernel(self, msa, row_mask=None, drop=None):
+        return self.layer(msa, 1, row_mask, drop)
 
 
 class TriangleAttentionTwin(AttentionTwin):
-    def by_kernel(self, pair, seq_mask=None, onto=None, drop=None):
+    def by_kernel(self, pair, seq_mask=None, drop=None):
         # given bias_proj, the kernels project the bias and, for axis 1, read it transposed
-        return self.layer(pair, 2 if self.starting else 1, seq_mask, onto, drop,
-                          bias_proj=self.triangle_bias_proj)
+        return self.layer(pair, 2 if self.starting else 1, seq_mask, drop, bias_proj=self.triangle_bias_proj)
 
 
 class TransitionTwin(SubLayerTwin):
     def takes(self, x):
         return self.plan.transition and dispatch.takes_transition(x)
 
-    def by_kernel(self, x, onto=None, drop=None):  # transitions have no dropout
-        return dispatch.transition_layer(x, self.layer_norm, self.linear1, self.linear2, onto,
-                                         self.plan.recompute)
+    def by_kernel(self, x, drop=None):  # transitions have no dropout
+        return dispatch.transition_layer(x, self.layer_norm, self.linear1, self.linear2, self.plan.recompute)
 
     def two_layers(self, x):
         """The plain ones; 256 channels, too wide for a whole layer, have the ReLU's gradient in a kernel."""
@@ -159,26 +156,23 @@ class OuterProductMeanTwin(SubLayerTwin):
 
     def forward(self, msa, row_mask=None, onto=None):
         """The update of pair; with `onto`, (pair, msa)."""
-        if self.takes(msa):
-            new, msa = self.by_kernel(msa, row_mask, onto)
-        else:
-            update = self.by_library(msa, row_mask)
-            new = update if onto is None else onto + update
-        return new if onto is None else (new, msa)
+        if onto is not None and self.takes(msa):
+            return self.by_kernel(msa, row_mask, onto)
+        update = self.by_library(msa, row_mask)
+        return update if onto is None else (onto + update, msa)
 
     def by_kernel(self, msa, row_mask, onto):
-        """(update or onto + update, msa)"""
+        """(onto + update, msa)"""
         if dispatch.takes_outer_sides(msa, self.widths["left_proj"]):
             left, right, msa = dispatch.sides(msa, self.layer_norm, *self.packed(*self.SIDES))
         else:
             left, right = self.project(self.layer_norm(msa))
         left, rows = self.present(left, row_mask)
-        product = partial(dispatch.outer_layout, left, right, self.output_proj, self.plan.recompute)
+        product = partial(dispatch.outer_first, left, right, self.output_proj, self.plan.recompute)
         if row_mask is None:  # one divisor for all: the kernel divides, and adds
             return product(1 / (rows + 1e-3), onto), msa
         update = product()
-        update = (update / (rows + 1e-3)).to(update.dtype)
-        return update if onto is None else onto + update, msa
+        return onto + (update / (rows + 1e-3)).to(update.dtype), msa
 
     def products(self, left, right):
         """The plain ones; the outer product is recomputed if asked."""
@@ -190,10 +184,10 @@ class TriangleMultiplicationTwin(SubLayerTwin):
     def takes(self, pair):
         return self.plan.triangle_multiplication and dispatch.fits(pair)
 
-    def by_kernel(self, pair, seq_mask=None, onto=None, drop=None):
+    def by_kernel(self, pair, seq_mask=None, drop=None):
         return dispatch.triangle_multiplication(
             pair, self.layer_norm, *self.packed(*self.SIDES, *self.GATES), self.center_norm, self.output_proj,
-            self.output_gate, seq_mask, self.outgoing, onto, drop, self.plan.recompute)
+            self.output_gate, seq_mask, self.outgoing, pair, drop, self.plan.recompute)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -220,8 +214,8 @@ def wanted(fusion):
 
 def make(plain, config, fusion, **kind):
     """A sub-layer of this class of the model, or of its twin."""
-    made = joined(TWINS[plain.__name__], plain) if wanted(fusion) else plain
-    return made(config, fusion, **kind)
+    chosen = joined(TWINS[plain.__name__], plain) if wanted(fusion) else plain
+    return chosen(config, fusion, **kind)
 
 
 def run_block(block, msa, pair, seq_mask, row_mask):

@@ -1,12 +1,12 @@
 """LayerNorm with all projections of its result, and its derivative; an output projection with dropout and
 residual. They stand before and behind attention; a transition and the outer product use them, too.
 
-    y, head_bias = LayerNorm(x) W^T, LayerNorm(x) Wh^T        out = residual + drop * (og W^T + scale b)
+    y, head_bias = LayerNorm(x) W^T, LayerNorm(x) Wh^T        out = onto + drop * (og W^T + scale b)
     or, given a hidden layer's bias, y = relu(LayerNorm(x) W^T + hidden_bias)
 
 x (B, X, Y, c); W (n, c); Wh (H, c); y (B, X, Y, n); hidden_bias (n,); head_bias (B, H, X, Y), the layout of a
-bias of attention; og (B, X, Y, k); W (c, k); scale, a number; residual, out (B, X, Y, c); drop, factors
-without a gradient, broadcast to that.
+bias of attention; og (B, X, Y, k); W (c, k); scale, a number; onto, the residual, and out (B, X, Y, c);
+drop, factors without a gradient, broadcast to that.
 
 Each kernel reads its input once. Weights come from the cache, a chunk at a time. Where there is room and that
 was measured to win, they stay in shared memory while a program makes many tiles of positions. Backward
@@ -14,9 +14,9 @@ recomputes LayerNorm from x. Its affine weights are not folded into W: normalise
 differently.
 
 Backward of the first adds up dy W + d(head_bias) Wh and LayerNorm's derivative. Where a whole sub-layer is
-one function (attention/layer.py), it adds the residual's gradient, too. Normalised x is written once more,
-for the product that makes the gradient of W in the BLAS library. The derivative of the output projection is
-in attention/output_backward.py.
+one function (attention/layer.py, transition.py), it adds the gradient of the residual, too. Normalised x is
+written once more, for the product that makes the gradient of W in the BLAS library. The derivative of the
+output projection is in attention/output_backward.py.
 
 The kernels are in kernels.py; here are their tiles, launchers, operators and derivatives.
 
@@ -133,9 +133,9 @@ def sizes_of(x, weight, head_weight):
                 N=0 if weight is None else len(weight), HEADS=padded_width(heads) if heads else 0)
 
 
-def norm_project_launch(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor | None,
-                        head_weight: Tensor | None, eps: float, hidden_bias: Tensor | None = None,
-                        after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def norm_project(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor | None,
+                 head_weight: Tensor | None, eps: float, hidden_bias: Tensor | None = None,
+                 after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """y and head_bias, empty where their weight is None. after: a tensor that must be there first, so that a
     compiler does not make them earlier and keep them."""
     (B, X, Y, C), sizes = x.shape, sizes_of(x, weight, head_weight)
@@ -153,32 +153,32 @@ def norm_project_launch(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weigh
     return y, head_bias
 
 
-def norm_project_backward_launch(dy: Tensor | None, dbias: Tensor | None, x: Tensor, norm_weight: Tensor,
-                                 norm_bias: Tensor, weight: Tensor | None, head_weight: Tensor | None,
-                                 residual: Tensor | None, eps: float, number: int,
-                                 total: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """dx (B, X, Y, c), to which the gradient `residual` is added; normalised x (P, c), empty without weight;
-    partial sums (number, 2 + H [+ 1], c) of the gradients of norm_weight, norm_bias, head_weight [and, if
-    total, of residual]. number: of programs."""
+def norm_project_gradients(dy: Tensor | None, dbias: Tensor | None, x: Tensor,
+                           parameters: list[Tensor | None], handed_on: Tensor | None, eps: float, count: int,
+                           total: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """dx (B, X, Y, c), with the gradient handed_on added; normalised x (P, c), empty without weight; partial
+    sums (count, 2 + H [+ 1], c) of the gradients of norm_weight, norm_bias, head_weight [and, if total, of
+    handed_on]. parameters: norm_weight, norm_bias, weight, head_weight. count: from programs()."""
+    norm_weight, norm_bias, weight, head_weight = parameters
     given, sizes, C = head_weight if weight is None else weight, sizes_of(x, weight, head_weight), x.shape[-1]
     check(given, C, sizes["H"])
     dx, normed = x.new_empty(x.shape), given.new_empty((0,) if weight is None else (sizes["P"], C))
-    partial_sums = x.new_empty(number, 2 + sizes["H"] + total, C, dtype=torch.float32)
+    partial_sums = x.new_empty(count, 2 + sizes["H"] + total, C, dtype=torch.float32)
 
     def launch(grid, options):
-        with sums.room(partial_sums, *grid) as to:
+        with sums.room(partial_sums, *grid) as room:
             kernels.norm_project_backward_kernel[grid](
-                dy, dbias, x, norm_weight, norm_bias, given, head_weight, residual, dx, normed, to, eps=eps,
-                **sizes, RESIDUAL=residual is not None, TOTAL=int(total),
+                dy, dbias, x, norm_weight, norm_bias, given, head_weight, handed_on, dx, normed, room,
+                eps=eps, **sizes, HANDED_ON=handed_on is not None, TOTAL=int(total),
                 WHOLE_TILES=whole_tiles(x.shape, sizes["N"], options), **options)
     run(kernels.norm_project_backward_kernel, x, given, sizes["N"], launch)
     return dx, normed, partial_sums
 
 
-def output_project_launch(og: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None,
-                          drop: Tensor | None, scale: float = 1.0) -> Tensor:
+def output_project(og: Tensor, weight: Tensor, bias: Tensor, onto: Tensor | None, drop: Tensor | None,
+                   scale: float = 1.0) -> Tensor:
     """out (B, X, Y, c) of og (B, X, Y, k)."""
-    out = (weight if residual is None else residual).new_empty(*og.shape[:-1], len(weight))
+    out = (weight if onto is None else onto).new_empty(*og.shape[:-1], len(weight))
     (*_, X, Y, channels), width = out.shape, og.shape[-1]
     check(weight, channels)
     if not takes_inner(width):
@@ -188,7 +188,7 @@ def output_project_launch(og: Tensor, weight: Tensor, bias: Tensor, residual: Te
                  **{f"drop_stride_{name}": stride for name, stride in strides})
     run(kernels.output_project_kernel, out, weight, width, lambda grid, options:
         kernels.output_project_kernel[grid](
-            og, weight, bias, residual, drop, out, scale=scale, **sizes, RESIDUAL=residual is not None,
+            og, weight, bias, onto, drop, out, scale=scale, **sizes, ONTO=onto is not None,
             DROP=drop is not None, LINES=lines(X, Y, options["BM"]), **options))
     return out
 
@@ -208,60 +208,59 @@ def widened(drop, channels):
     return None if drop is None else drop.expand(*drop.shape[:-1], channels).contiguous()
 
 
-NORM_PROJECT_OP = operation("norm_project", norm_project_launch)
-NORM_PROJECT_BACKWARD_OP = operation("norm_project_backward", norm_project_backward_launch)
-OUTPUT_PROJECT_OP = operation("output_project", output_project_launch)
+NORM_PROJECT_OP = operation("norm_project", norm_project)
+NORM_PROJECT_BACKWARD_OP = operation("norm_project_backward", norm_project_gradients)
+OUTPUT_PROJECT_OP = operation("output_project", output_project)
 
 
 # --------------------------------------------------------------------------------------------------------
-# The derivative without autograd, for functions that hold a whole sub-layer. All tensors are contiguous.
+# Derivatives. All tensors are contiguous.
 # --------------------------------------------------------------------------------------------------------
 
 
-def norm_project_backward(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, eps, residual=None,
+def norm_project_backward(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, eps, handed_on=None,
                           total=False):
-    """Gradients of x (with that of a residual added), norm_weight, norm_bias, weight and head_weight from
-    those of y and head_bias; if total, with the sum of the residual's over positions behind them."""
-    parameters, channels = (norm_weight, norm_bias, weight, head_weight), x.shape[-1]
-    width, dtype = (0, head_weight.dtype) if weight is None else (len(weight), weight.dtype)
-    number = programs("norm_project_backward_kernel", x.numel() // channels, channels, width, dtype)
-    dx, normed, partial_sums = NORM_PROJECT_BACKWARD_OP(dy, dbias, x, *parameters, residual, eps, number,
-                                                        total)
-    found = sums.OP(partial_sums, shared_dtype((norm_weight, norm_bias, head_weight)))  # (2 + H [+ 1], c)
-    return (dx, found[0].to(norm_weight.dtype), found[1].to(norm_bias.dtype),
+    """Gradients of x, norm_weight, norm_bias, weight and head_weight from those of y and head_bias.
+    handed_on: the gradient of x from its other readers, such as the residual, which is added; if total, its
+    sum over positions comes last."""
+    channels, (width, dtype) = x.shape[-1], (
+        (0, head_weight.dtype) if weight is None else (len(weight), weight.dtype))
+    count = programs("norm_project_backward_kernel", x.numel() // channels, channels, width, dtype)
+    dx, normed, partial_sums = NORM_PROJECT_BACKWARD_OP(
+        dy, dbias, x, [norm_weight, norm_bias, weight, head_weight], handed_on, eps, count, total)
+    gradients = sums.OP(partial_sums, shared_dtype((norm_weight, norm_bias, head_weight)))  # (., c)
+    return (dx, gradients[0].to(norm_weight.dtype), gradients[1].to(norm_bias.dtype),
             None if weight is None else dy.flatten(0, -2).t() @ normed,
-            None if head_weight is None else found[2:2 + len(head_weight)].to(head_weight.dtype),
-            *[found[-1]] * total)
+            None if head_weight is None else gradients[2:2 + len(head_weight)].to(head_weight.dtype),
+            *[gradients[-1]] * total)
 
 
-class NormProject(torch.autograd.Function):
-    """norm_project() with its derivative; saves x. Whoever reads x after it should read the x that this
-    returns: then its kernel adds the gradient of that, which would otherwise take a pass over both."""
+class HeadBias(torch.autograd.Function):
+    """head_bias() with its derivative; saves x. Its kernel adds the gradient of the x that it hands on, which
+    autograd would add in a pass over both."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, head_weight, eps, hand_on):
-        ctx.save_for_backward(x, norm_weight, norm_bias, weight, head_weight)
+    def forward(ctx, x, norm_weight, norm_bias, head_weight, eps):
+        ctx.save_for_backward(x, norm_weight, norm_bias, head_weight)
         ctx.eps = eps
-        y, head_bias = NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, head_weight, eps)
-        return (None if weight is None else y, None if head_weight is None else head_bias,
-                x.view_as(x) if hand_on else None)
+        _, bias = NORM_PROJECT_OP(x, norm_weight, norm_bias, None, head_weight, eps)
+        return bias, x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, dbias, handed_on):
-        *given, residual = [None if d is None else d.contiguous() for d in (dy, dbias, handed_on)]
-        return *norm_project_backward(*given, *ctx.saved_tensors, ctx.eps, residual), None, None
+    def backward(ctx, dbias, handed_on):
+        x, norm_weight, norm_bias, head_weight = ctx.saved_tensors
+        dx, dnorm_weight, dnorm_bias, _, dhead_weight = norm_project_backward(
+            None, dbias.contiguous(), x, norm_weight, norm_bias, None, head_weight, ctx.eps,
+            handed_on.contiguous())
+        return dx, dnorm_weight, dnorm_bias, dhead_weight, None
 
 
-def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps, hand_on=False):
-    """LayerNorm(x) weight^T (B, X, Y, n) and LayerNorm(x) head_weight^T (B, H, X, Y); None where the weight
-    is. If hand_on, also x, for whoever reads it after this. Under autocast the products are in its dtype."""
+def head_bias(x, norm_weight, norm_bias, head_weight, eps):
+    """LayerNorm(x) head_weight^T, an attention bias (B, H, X, Y); and x, for whoever reads it after this.
+    Under autocast the products are in its dtype. ValueError for what the kernels cannot take."""
     channels = x.shape[-1]
     check_shapes(("norm_weight", norm_weight, (channels,)), ("norm_bias", norm_bias, (channels,)),
-                 ("weight", weight, (0 if weight is None else len(weight), channels)),
-                 ("head_weight", head_weight, (0 if head_weight is None else len(head_weight), channels)))
-    weight, head_weight = (None if t is None else t.to(product_dtype(x)).contiguous()
-                           for t in (weight, head_weight))
-    found = NormProject.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight,
-                              head_weight, eps, hand_on)
-    return found if hand_on else found[:2]
+                 ("head_weight", head_weight, (len(head_weight), channels)))
+    head_weight = head_weight.to(product_dtype(x)).contiguous()
+    return HeadBias.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), head_weight, eps)

@@ -142,19 +142,20 @@ def norm_project_kernel(x, norm_weight, norm_bias, weight, head_weight, hidden_b
 
 
 @triton.jit
-def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, dx,
+def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, handed_on, dx,
                                  normed_out, partial_sums, P, PLANE, H, eps, N: tl.constexpr,
-                                 HEADS: tl.constexpr, RESIDUAL: tl.constexpr, TOTAL: tl.constexpr,
+                                 HEADS: tl.constexpr, HANDED_ON: tl.constexpr, TOTAL: tl.constexpr,
                                  WHOLE_TILES: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
                                  BN: tl.constexpr):
     """One program: dx of BM positions, and their share of the parameters' gradients. Axis 0: tiles of BM.
 
-        dnormed = dy weight + dbias head_weight;    dx = dnormed through LayerNorm [+ residual]
+        dnormed = dy weight + dbias head_weight;    dx = dnormed through LayerNorm [+ handed_on]
         dnorm_weight = sum of dnormed x_hat;  dnorm_bias = sum of dnormed;  dhead_weight = dbias^T normed
 
-        x, dx (P, C); residual (P, C), a gradient to add where RESIDUAL; dy (P, N); dbias (B, H, PLANE), of
+        x, dx (P, C); handed_on (P, C), where HANDED_ON the gradient of x from its other readers, such as the
+        residual; dy (P, N); dbias (B, H, PLANE), of
         head_bias; norm_weight, norm_bias (C,); weight (N, C); head_weight (H, C); normed_out (P, C), for the
-        library's dweight; partial_sums (programs, 2 + H + TOTAL, C) of the second line, then of residual
+        library's dweight; partial_sums (programs, 2 + H + TOTAL, C) of the second line, then of handed_on
     """
     first, p, c = tl.program_id(0).to(tl.int64) * BM, tl.arange(0, BM), tl.arange(0, C)
     remaining = None if WHOLE_TILES else (P - first).to(tl.int32)
@@ -195,12 +196,11 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, weight, h
 
     # dx, with what only has to be added
     dx_tile = layer_norm_backward(dnormed, x_hat, rstd, tl.load(norm_weight + c).to(tl.float32), C)  # (BM, C)
-    if RESIDUAL:
-        # The gradient of x as its other reader, the residual, has it
-        handed_on = load_rows(residual + first * C, p, remaining, C).to(tl.float32)  # (BM, C)
+    if HANDED_ON:
+        handed_on_tile = load_rows(handed_on + first * C, p, remaining, C).to(tl.float32)  # (BM, C)
         if TOTAL > 0:
-            store_sums(partial_sums + (2 + H) * C, c, handed_on, dtype, BM)
-        dx_tile += handed_on
+            store_sums(partial_sums + (2 + H) * C, c, handed_on_tile, dtype, BM)
+        dx_tile += handed_on_tile
     store_rows(dx + first * C, p, remaining, dx_tile, C)
 
 
@@ -225,29 +225,29 @@ def factors(drop, p, P, X, Y, drop_stride_b, drop_stride_x, drop_stride_y, C: tl
         drop += ((line // X).to(tl.int64) * drop_stride_b + (line % X).to(tl.int64) * drop_stride_x
                  + y.to(tl.int64) * drop_stride_y)
         if LINES == 1 and drop_stride_y == 0:  # all of the tile share one row of factors
-            found = vector(drop, C)  # (1, C)
+            tile = vector(drop, C)  # (1, C)
         else:
             offsets = i // (BM // LINES) * drop_stride_x + i % (BM // LINES) * drop_stride_y  # (BM,)
-            found = tl.load(drop + offsets[:, None] + tl.arange(0, C)[None, :]).to(tl.float32)  # (BM, C)
+            tile = tl.load(drop + offsets[:, None] + tl.arange(0, C)[None, :]).to(tl.float32)  # (BM, C)
     else:
         line, y = p.to(tl.int32) // Y, p.to(tl.int32) % Y  # (BM,) each
         offsets = ((line // X).to(tl.int64) * drop_stride_b + (line % X).to(tl.int64) * drop_stride_x
                    + y.to(tl.int64) * drop_stride_y)
         offsets = offsets[:, None] + tl.arange(0, C)[None, :]
-        found = tl.load(drop + offsets, mask=p[:, None] < P, other=0.0).to(tl.float32)  # (BM, C)
-    return found
+        tile = tl.load(drop + offsets, mask=p[:, None] < P, other=0.0).to(tl.float32)  # (BM, C)
+    return tile
 
 
 @triton.jit
-def output_project_kernel(og, weight, bias, residual, drop, out, P, X, Y, drop_stride_b, drop_stride_x,
-                          drop_stride_y: tl.constexpr, scale, K: tl.constexpr, RESIDUAL: tl.constexpr,
+def output_project_kernel(og, weight, bias, onto, drop, out, P, X, Y, drop_stride_b, drop_stride_x,
+                          drop_stride_y: tl.constexpr, scale, K: tl.constexpr, ONTO: tl.constexpr,
                           DROP: tl.constexpr, LINES: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
                           BK: tl.constexpr):
     """One program: all C outputs of BM positions. Axis 0: tiles of BM positions.
 
-        out = [residual +] [drop *] (og weight^T + scale bias)
+        out = [onto +] [drop *] (og weight^T + scale bias)
 
-        og (P, K); weight (C, K); bias (C,); residual, out (P, C); drop (B, X, Y, C) with strides of its own
+        og (P, K); weight (C, K); bias (C,); onto, out (P, C); drop (B, X, Y, C) with strides of its own
 
     LINES as in factors(); where it is not 0, P is a multiple of BM. drop_stride_y is a constant, since code
     for factors that a whole tile shares is another.
@@ -268,6 +268,6 @@ def output_project_kernel(og, weight, bias, residual, drop, out, P, X, Y, drop_s
     # Dropout and residual, before anything is rounded
     if DROP:
         acc *= factors(drop, first + p, P, X, Y, drop_stride_b, drop_stride_x, drop_stride_y, C, LINES)
-    if RESIDUAL:
-        acc += load_rows(residual + first * C, p, remaining, C).to(tl.float32)
+    if ONTO:
+        acc += load_rows(onto + first * C, p, remaining, C).to(tl.float32)
     store_rows(out + first * C, p, remaining, acc, C)

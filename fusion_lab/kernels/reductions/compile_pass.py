@@ -45,7 +45,7 @@ class GatheredGradients(CustomGraphPass):
     device: str = "cuda"
 
     def uuid(self):
-        """What compiled code is found again by, beside its graph."""
+        """By what compiled code is kept, beside its graph."""
         return get_hash_for_files((__file__, sums.__file__, weight_gradients.__file__), str(self))
 
     def __call__(self, graph):
@@ -60,28 +60,29 @@ class GatheredGradients(CustomGraphPass):
         for product in graph.find_nodes(op="call_function", target=aten.mm.default):
             if (operands := self.operands(product)) and only_handed_on(product):
                 groups[product.meta["val"].dtype].append((product, *operands))
-        for found in groups.values():
-            if len(found) > 1:
-                found.sort(key=lambda each: -value(each[1]).shape[0])  # long ones first
-                products, *operands = map(list, zip(*found, strict=True))
+        for group in groups.values():
+            if len(group) > 1:
+                group.sort(key=lambda each: -value(each[1]).shape[0])  # long ones first
+                products, *operands = map(list, zip(*group, strict=True))
                 gather(graph, products, weight_gradients.OP, *operands)
 
     def gather_sums(self, graph):
         """Sums of partial sums, by the dtype of their results."""
-        for dtype, found in self.summed(graph).items():
-            if len(found) > 1:
-                gather(graph, found, sums.GATHERED_OP, [node.args[0] for node in found], dtype)
+        for dtype, nodes in self.summed(graph).items():
+            if len(nodes) > 1:
+                gather(graph, nodes, sums.GATHERED_OP, [node.args[0] for node in nodes], dtype)
 
     def summed(self, graph):
         """{dtype: the sums that can be gathered}, long ones first; of all in the graph the smallest."""
-        found, bytes_left = [], MOST_TO_ADD_UP
+        by_size, bytes_left = [], MOST_TO_ADD_UP
         for node in graph.find_nodes(op="call_function", target=sums.OP):
             partial_sums = value(node.args[0])
             if (all(isinstance(n, int) for n in partial_sums.shape)
                     and partial_sums.device.type == self.device and only_handed_on(node)):
-                found.append((partial_sums.numel() * partial_sums.element_size(), len(found), node))
+                size = partial_sums.numel() * partial_sums.element_size()
+                by_size.append((size, len(by_size), node))
         groups = defaultdict(list)
-        for size, _, node in sorted(found):
+        for size, _, node in sorted(by_size):
             bytes_left -= size
             if bytes_left >= 0:
                 groups[value(node).dtype].append(node)
@@ -127,8 +128,8 @@ def only_handed_on(node):
                for user in node.users)
 
 
-def gather(graph, found, op, *given):
-    """Replace the nodes found by one call op(*given) at the end, which has their results one after the other,
+def gather(graph, nodes, op, *given):
+    """Replace these nodes by one call op(*given) at the end, which has their results one after the other,
     flat; slices of it, in their shapes, take their places."""
     def call(target, *arguments):
         node = graph.call_function(target, arguments)
@@ -136,7 +137,7 @@ def gather(graph, found, op, *given):
         return node
     with graph.inserting_before(graph.output_node()):
         results, end = call(op, *given), 0
-        for node in found:
+        for node in nodes:
             size = list(value(node).shape)
             begin, end = end, end + math.prod(size)
             flat = call(aten.slice.Tensor, results, 0, begin, end)

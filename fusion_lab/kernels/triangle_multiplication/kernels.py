@@ -77,20 +77,20 @@ def load_bias(pointer, columns, BIAS: tl.constexpr):
     the end the first's, unused): the compiler adds a bias as its product's first value, so the product waits
     for it, and it does not load so few bytes early."""
     if BIAS:
-        found = load_vector(pointer, columns)
+        bias = load_vector(pointer, columns)
     else:
-        found = 0.0
-    return found
+        bias = 0.0
+    return bias
 
 
 @triton.jit
 def load_mask(mask, inside, at, MASK: tl.constexpr):
     """(BM,) factors of the mask in float32, or 1 without a mask."""
     if MASK:
-        found = tl.load(mask + at, mask=inside, other=1.0).to(tl.float32)
+        factor = tl.load(mask + at, mask=inside, other=1.0).to(tl.float32)
     else:
-        found = 1.0
-    return found
+        factor = 1.0
+    return factor
 
 
 @triton.jit

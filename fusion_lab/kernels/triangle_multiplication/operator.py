@@ -260,7 +260,7 @@ def forward(pair: Tensor, weights: list[Tensor | None], mask: Tensor | None, dro
             residual: Tensor | None, outgoing: bool, eps: float, save: bool,
             after: Tensor | None = None) -> list[Tensor]:
     """Call.forward() as an operator. With `after`, when backward recomputes, out is empty (see
-    projections.norm_project_launch())."""
+    projections.norm_project())."""
     return Call(pair, weights, mask, drop, outgoing).forward(pair, weights, mask, drop, residual, eps, save,
                                                              after is None)
 

@@ -1,14 +1,24 @@
-"""Two layers with a ReLU between them. One product of backward is a Triton kernel: the gradient of what
-stands before the ReLU. The others are the BLAS library's.
+"""Transitions: two layers with a ReLU between them, and LayerNorm and residual around them.
 
-    h = relu(x W1^T + b1);  y = h W2^T + b2;  dh = (dy W2) * [h > 0];  db1 = sum of dh over positions
+    h = relu(LayerNorm(x) W1^T + b1);  out = x + h W2^T + b2
 
-x, y (..., c); W1 (u, c); W2 (c, u); h, dh (..., u). The library writes dy W2, which is as wide as h. Then a
-second kernel reads it with h and writes dh, and a third one reads that for db1. Here h is read once and dh
-written once. A program owns a chunk of hidden units, whose weights it loads once, and a share of the
-positions. Over these it adds up db1 in registers, number by number: between threads only at the end.
+x, out (B, X, Y, c); W1 (u, c); W2 (c, u); h (B, X, Y, u). Saved for backward: x and h. Kernels:
 
-Source: AlphaFold 2 supplement, Alg. 9 and 15 (transitions).
+    forward    norm_project               h = relu(LayerNorm(x) W1^T + b1)
+               output_project             x + h W2^T + b2
+    backward   hidden gradient            dh = (dout W2) * [h > 0], partial sums of db1
+               norm_project_backward      dx = LayerNorm's derivative of dh W1, + dout; dW1; db2 = sum of dout
+
+Only the hidden gradient's kernel stands here; the others are those of projections. A library writes dout W2,
+which is as wide as h; a second kernel reads that with h and writes dh, and a third one reads dh for db1. Our
+kernel reads h once and writes dh once. A program owns a chunk of hidden units, whose weights it loads once,
+and a share of the positions. It adds up db1 in registers, number by number, and between threads only at the
+end.
+
+Where the kernels of projections do not take so many channels, two_layers() leaves all products but the hidden
+gradient to the library.
+
+Source: AlphaFold 2 supplement, Alg. 9 and 15.
 """
 import torch
 import torch.nn.functional as F
@@ -17,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusion_lab.kernels import tuner
+from fusion_lab.kernels import projections, tuner
 from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import (
     below,
@@ -111,29 +121,72 @@ def shares(positions, channels, units, dtype):
     return split_positions(positions, units, tuner.chosen(*looked_up(positions, channels, units, dtype)))[1]
 
 
-def launch(gradient: Tensor, w2: Tensor, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """dh (P, u) and partial sums (count, u) of db1 from dy (P, c), W2 (c, u) and h (P, u).
+def hidden_gradient(gradient: Tensor, w2: Tensor, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """dh (P, u) and partial sums (count, u) of db1 from dout (P, c), W2 (c, u) and h (P, u).
     count: from shares()."""
     (channels, units), positions = w2.shape, hidden.shape[0]
-    out = hidden.new_empty(hidden.shape)
+    dh = hidden.new_empty(hidden.shape)
     partial_sums = hidden.new_empty(count, units, dtype=torch.float32)
     check(w2, channels, units)
-    if is_fake(out):
-        return out, partial_sums
+    if is_fake(dh):
+        return dh, partial_sums
     if not positions:
-        return out, partial_sums.zero_()
+        return dh, partial_sums.zero_()
 
-    def run(chosen):
+    def launch(chosen):
         share, number = split_positions(positions, units, chosen)
         with sums.room(partial_sums, number) as room:
             transition_hidden_gradient_kernel[units // chosen["BK"], number](
-                gradient, w2, hidden, out, room, P=positions, SHARE=share, K=units,
+                gradient, w2, hidden, dh, room, P=positions, SHARE=share, K=units,
                 WHOLE_TILES=positions % chosen["BM"] == 0, C=channels, **chosen)
-    tuner.launch(*looked_up(positions, channels, units, w2.dtype), run)
-    return out, partial_sums
+    tuner.launch(*looked_up(positions, channels, units, w2.dtype), launch)
+    return dh, partial_sums
 
 
-OP = operation("hidden_gradient", launch)
+OP = operation("hidden_gradient", hidden_gradient)
+
+
+def hidden_gradients(gradient, w2, h):
+    """dh (P, u) and partial sums (shares, u) of db1, by the operator."""
+    return OP(gradient, w2, h, shares(len(h), *w2.shape, w2.dtype))
+
+
+class Layer(torch.autograd.Function):
+    """layer() with its derivative. Saves x and, unless recompute, h."""
+
+    @staticmethod
+    def forward(ctx, x, norm_weight, norm_bias, w1, b1, w2, b2, eps, recompute):
+        h, _ = projections.NORM_PROJECT_OP(x, norm_weight, norm_bias, w1, None, eps, b1)
+        ctx.save_for_backward(x, norm_weight, norm_bias, w1, b1, w2, None if recompute else h)
+        ctx.eps = eps
+        return projections.OUTPUT_PROJECT_OP(h, w2, b2, x, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        (x, norm_weight, norm_bias, w1, b1, w2, h), gradient = ctx.saved_tensors, gradient.contiguous()
+        if h is None:  # recompute
+            h, _ = projections.NORM_PROJECT_OP(x, norm_weight, norm_bias, w1, None, ctx.eps, b1, gradient)
+        h = h.flatten(0, -2)  # (P, u)
+        dupdate = gradient.flatten(0, -2).to(w2.dtype)  # (P, c)
+        dh, partial_sums = hidden_gradients(dupdate, w2, h)  # (P, u), (shares, u)
+        # The kernel that adds the residual's gradient sums it over positions, too: that is b2's gradient
+        dh = dh.view(*x.shape[:-1], len(w1))
+        dx, dnorm_weight, dnorm_bias, dw1, _, db2 = projections.norm_project_backward(
+            dh, None, x, norm_weight, norm_bias, w1, None, ctx.eps, gradient, True)
+        db1, dw2 = sums.OP(partial_sums, h.dtype), dupdate.t() @ h  # (u,), (c, u)
+        return dx, dnorm_weight, dnorm_bias, dw1, db1, dw2, db2.to(w2.dtype), None, None
+
+
+def layer(x, norm_weight, norm_bias, w1, b1, w2, b2, eps=1e-5, recompute=False):
+    """x + relu(LayerNorm(x) w1^T + b1) w2^T + b2 of x (B, X, Y, c). Under autocast the products are made in
+    its dtype, and the sum in that of x. recompute: save x alone, and compute the hidden layer once more in
+    backward. ValueError for what the kernels cannot take."""
+    units, channels = w1.shape
+    check_shapes(("x", x, (*x.shape[:3], channels)), ("norm_weight", norm_weight, (channels,)),
+                 ("norm_bias", norm_bias, (channels,)))
+    x, norm_weight, norm_bias = (t.contiguous() for t in (x, norm_weight, norm_bias))
+    return Layer.apply(x, norm_weight, norm_bias, *checked(x, w1, b1, w2, b2), eps, recompute)
 
 
 class TwoLayers(torch.autograd.Function):
@@ -150,7 +203,7 @@ class TwoLayers(torch.autograd.Function):
     def backward(ctx, gradient):
         x, w1, w2, h = ctx.saved_tensors
         gradient = gradient.contiguous().flatten(0, -2)
-        dh, partial_sums = OP(gradient, w2, h, shares(len(h), *w2.shape, w2.dtype))  # (P, u), (shares, u)
+        dh, partial_sums = hidden_gradients(gradient, w2, h)  # (P, u), (shares, u)
         dx, dw1, dw2 = dh @ w1, dh.t() @ x.flatten(0, -2), gradient.t() @ h  # (P, c), (u, c), (c, u)
         return dx.view(x.shape), dw1, sums.OP(partial_sums, h.dtype), dw2, sums.over_rows(gradient)
 
@@ -158,12 +211,18 @@ class TwoLayers(torch.autograd.Function):
 def two_layers(x, w1, b1, w2, b2):
     """relu(x w1^T + b1) w2^T + b2, (..., c); under autocast in its dtype. ValueError for what the kernel
     cannot take."""
-    channels, units = x.shape[-1], len(w1)
+    x = x.to(product_dtype(x)).contiguous()
+    return TwoLayers.apply(x, *checked(x, w1, b1, w2, b2))
+
+
+def checked(x, w1, b1, w2, b2):
+    """The weights in the dtype of products, contiguous. ValueError for what the kernels cannot take."""
+    units, channels = len(w1), x.shape[-1]
     check_shapes(("w1", w1, (units, channels)), ("b1", b1, (units,)), ("w2", w2, (channels, units)),
                  ("b2", b2, (channels,)))
-    x, w1, b1, w2, b2 = (t.to(product_dtype(x)).contiguous() for t in (x, w1, b1, w2, b2))
-    check(w1, channels, units)
-    return TwoLayers.apply(x, w1, b1, w2, b2)
+    weights = [t.to(product_dtype(x)).contiguous() for t in (w1, b1, w2, b2)]
+    check(weights[0], channels, units)
+    return weights
 
 
 def check(weight, channels, units):

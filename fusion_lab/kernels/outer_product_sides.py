@@ -1,4 +1,4 @@
-"""Both sides of an outer product mean, LayerNorm and two projections, as Triton kernels with derivatives.
+"""Both sides of the outer product mean, a LayerNorm and two projections, by Triton kernels.
 
     left = LayerNorm(x) Wl^T + bl;  right = LayerNorm(x) Wr^T + br
 
@@ -6,10 +6,9 @@ x (B, N, S, c); W = [Wl; Wr] (2 h, c); b (2 h,); left, right (B, N, S, h). Both 
 library's products of backward then read and write matrices without gaps, and nothing is copied.
 
 Backward is one kernel. Its dx is LayerNorm's derivative of dleft Wl + dright Wr, to which it adds the
-gradient of the x that forward has handed on (`NormProject` in projections says why). W is small, so a
-program adds up the gradients of all parameters in registers, over a share of the positions, and stores them
-as partial sums. Left to the library and a compiler these are two products, their operands joined, and five
-passes for the rest.
+gradient of the x that forward has handed on (`HeadBias` in projections says why). W is small, so a program
+adds up the gradients of all parameters in registers, over a share of the positions, and stores them as
+partial sums. The library and a compiler would make two products, their operands joined, and five passes.
 
 Source: AlphaFold 2 supplement, Alg. 10 (lines 1 and 2).
 """
@@ -95,11 +94,11 @@ def outer_product_sides_backward_kernel(
         x,  # (P, C)
         norm_weight, norm_bias,  # (C,) each
         weight,  # (2 H, C)
-        residual_gradient,  # (P, C): of the x that was handed on
+        handed_on,  # (P, C): gradient of the x that was handed on
         dx,  # (P, C) out
         partial_sums,  # (programs, 2 C + 2 H C + 2 H) out: norm_weight's, norm_bias's, weight's, bias's
         P, SHARE, eps, C: tl.constexpr, H: tl.constexpr, BM: tl.constexpr):
-    """dx = LayerNorm's derivative of (dleft Wl + dright Wr) + residual_gradient, and partial sums of the
+    """dx = LayerNorm's derivative of (dleft Wl + dright Wr) + handed_on, and partial sums of the
     gradients of all parameters: SHARE positions a program, whole tiles of BM.
 
     Grid: axis 0: shares of the positions.
@@ -112,7 +111,7 @@ def outer_product_sides_backward_kernel(
     left_sums, right_sums = tl.zeros((BM, H), tl.float32), tl.zeros((BM, H), tl.float32)  # g, not yet over BM
     for p0 in range(first, end, BM):
         p = p0 + m  # (BM,)
-        x_tile, handed_on = load_rows(x, p, end, C), load_rows(residual_gradient, p, end, C)  # (BM, C)
+        x_tile, handed_on_tile = load_rows(x, p, end, C), load_rows(handed_on, p, end, C)  # (BM, C)
         dl, dr = load_rows(dleft, p, end, H), load_rows(dright, p, end, H)  # (BM, H)
         dnormal = tl.dot(dl, side_weights(weight, 0, H, C))  # (BM, C)
         dnormal = tl.dot(dr, side_weights(weight, 1, H, C), dnormal)
@@ -124,7 +123,7 @@ def outer_product_sides_backward_kernel(
         left_sums += dl
         right_sums += dr
         result = layer_norm_backward(dnormal, x_hat, rstd, tl.load(norm_weight + channels).to(tl.float32), C)
-        store_rows(dx, p, end, result + handed_on.to(tl.float32), C)
+        store_rows(dx, p, end, result + handed_on_tile.to(tl.float32), C)
     partial_sums += tl.program_id(0) * ((2 + 2 * H) * C + 2 * H)
     store_parameter_sums(left_products, right_products, left_sums, right_sums, norm_weight, norm_bias, weight,
                          partial_sums, H, C)
@@ -155,8 +154,8 @@ def split_positions(positions, chosen):
 @sums.constant
 def shares(positions, channels, h, dtype):
     """How many shares of the positions backward's kernel makes with the tuner's choice."""
-    found = looked_up("outer_product_sides_backward_kernel", positions, channels, h, dtype)
-    return split_positions(positions, tuner.chosen(*found))[1]
+    name = "outer_product_sides_backward_kernel"
+    return split_positions(positions, tuner.chosen(*looked_up(name, positions, channels, h, dtype)))[1]
 
 
 def run(kernel, x, weight, launch):
@@ -171,8 +170,8 @@ def run(kernel, x, weight, launch):
         positions, chosen, dict(C=channels, H=h, **chosen)))
 
 
-def forward(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor,
-            eps: float) -> tuple[Tensor, Tensor]:
+def project_sides(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor,
+                  eps: float) -> tuple[Tensor, Tensor]:
     """left and right."""
     left, right = (weight.new_empty(*x.shape[:-1], len(weight) // 2) for _ in range(2))
 
@@ -183,9 +182,10 @@ def forward(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, b
     return left, right
 
 
-def backward(dleft: Tensor, dright: Tensor, x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor,
-             residual_gradient: Tensor, eps: float, count: int) -> tuple[Tensor, Tensor]:
-    """dx, with residual_gradient added, and partial sums (count, 2 c + 2 h c + 2 h) of the gradients of
+def project_sides_backward(dleft: Tensor, dright: Tensor, x: Tensor, norm_weight: Tensor, norm_bias: Tensor,
+                           weight: Tensor, handed_on: Tensor, eps: float,
+                           count: int) -> tuple[Tensor, Tensor]:
+    """dx, with handed_on added, and partial sums (count, 2 c + 2 h c + 2 h) of the gradients of
     norm_weight, norm_bias, weight and bias, behind each other."""
     both, channels = weight.shape
     dx = x.new_empty(x.shape)
@@ -195,18 +195,18 @@ def backward(dleft: Tensor, dright: Tensor, x: Tensor, norm_weight: Tensor, norm
         share, programs = split_positions(positions, chosen)
         with sums.room(partial_sums, programs) as room:
             outer_product_sides_backward_kernel[programs,](
-                dleft, dright, x, norm_weight, norm_bias, weight, residual_gradient, dx, room, P=positions,
+                dleft, dright, x, norm_weight, norm_bias, weight, handed_on, dx, room, P=positions,
                 SHARE=share, eps=eps, **options)
     run(outer_product_sides_backward_kernel, x, weight, launch)
     return dx, partial_sums
 
 
-FORWARD_OP = operation("side_projection", forward)
-BACKWARD_OP = operation("side_projection_backward", backward)
+FORWARD_OP = operation("side_projection", project_sides)
+BACKWARD_OP = operation("side_projection_backward", project_sides_backward)
 
 
-class SideProjection(torch.autograd.Function):
-    """side_projection() with its derivative; saves x."""
+class Sides(torch.autograd.Function):
+    """sides() with its derivative; saves x."""
 
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, weight, bias, eps):
@@ -222,11 +222,11 @@ class SideProjection(torch.autograd.Function):
         count = shares(x.numel() // channels, channels, len(weight) // 2, weight.dtype)
         dx, partial_sums = BACKWARD_OP(dleft.contiguous(), dright.contiguous(), x, *parameters[:3],
                                        handed_on.contiguous(), ctx.eps, count)
-        found = sums.OP(partial_sums, shared_dtype(parameters)).split([t.numel() for t in parameters])
-        return dx, *(d.view(t.shape).to(t.dtype) for d, t in zip(found, parameters, strict=True)), None
+        flat = sums.OP(partial_sums, shared_dtype(parameters)).split([t.numel() for t in parameters])
+        return dx, *(d.view(t.shape).to(t.dtype) for d, t in zip(flat, parameters, strict=True)), None
 
 
-def side_projection(x, norm_weight, norm_bias, weight, bias, eps=1e-5):
+def sides(x, norm_weight, norm_bias, weight, bias, eps=1e-5):
     """left and right (B, N, S, h) from x (B, N, S, c), weight (2 h, c) and bias (2 h,), and x for who reads
     it behind this. Under autocast the products are made in its dtype. ValueError for what the kernels cannot
     take."""
@@ -235,8 +235,7 @@ def side_projection(x, norm_weight, norm_bias, weight, bias, eps=1e-5):
                  ("norm_bias", norm_bias, (c,)), ("bias", bias, (both,)))
     weight, bias = (t.to(product_dtype(x)).contiguous() for t in (weight, bias))
     check(weight, c, both / 2)
-    return SideProjection.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight,
-                                bias, eps)
+    return Sides.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight, bias, eps)
 
 
 def check(weight, channels, h):

@@ -1,17 +1,16 @@
-"""The outer product mean: a Triton kernel writes its large tensor, h*h numbers for every pair of positions,
-and the gradient of that, in the layout that their readers want. The projection is a kernel, too, if it adds a
-residual. Other products are the BLAS library's.
+"""The outer product mean from its two sides on: a Triton kernel for the outer product, and the projection.
 
-    out = [residual +] scale (W vec(sum over n of left[n, i] right[n, j]^T) + bias)
+    out = [onto +] scale (W vec(sum over n of left[n, i] right[n, j]^T) + bias)
 
-left, right (B, N, S, h); W (c, h*h); bias (c,); residual, out (B, S, S, c). Indices: i, j positions; u, v
-channels of left and right. A library's product of left and right has rows (i, u) and columns (j, v), so it
-writes (i, u, j, v), while the projection reads (i, j, u, v). The gradient of what it reads is made with rows
-(i, j) and columns (u, v), while the products that make gradients of left and right read (i, u, j, v). A copy
-between the two layouts would read and write h*h numbers for every pair of positions.
+left, right (B, N, S, h); W (c, h*h); bias (c,); onto, the residual, and out (B, S, S, c). Indices: n rows of
+the alignment; i, j positions; u, v channels of left and right.
 
-So one kernel multiplies matrices whose rows and columns have two indices each, the middle two of which change
-places in the result:
+The outer product is the largest tensor here, h*h numbers for every pair of positions. A library's product of
+left and right has rows (i, u) and columns (j, v), so it writes (i, u, j, v), while the projection reads
+(i, j, u, v). The gradient of what the projection reads is made with rows (i, j) and columns (u, v), while the
+products that make gradients of left and right read (i, u, j, v). A copy between the two layouts would read
+and write all of it. So one kernel multiplies matrices whose rows and columns have two indices each, the
+middle two of which change places in the result:
 
     out[m1, n1, m2, n2] = scale * sum over k of a[m1, m2, k] b[k, n1, n2]
 
@@ -21,11 +20,12 @@ places in the result:
 
 Sums are short, so most of a program is addresses, a wait for its operands and the store. So a program makes
 several tiles of columns from the same rows, and loads the next one's operand while it stores. The scale goes
-into both tensors as they are written, which saves a pass over out and its gradient. The kernel that projects
-(projections) adds the residual, where it takes these widths. The gradient of the bias is a sum of
-rows of out's gradient: programs that multiply these with the first columns add them up.
+into both tensors as they are written, which saves a pass over out and its gradient. The gradient of the bias
+is a sum of rows of out's gradient: programs that multiply these with the first columns add them up. A kernel
+of projections multiplies by W and adds the residual, where it takes these widths; other products are the
+library's.
 
-Sources: AlphaFold 2 supplement, Alg. 10.
+Source: AlphaFold 2 supplement, Alg. 10.
 """
 import contextlib
 import math
@@ -205,26 +205,27 @@ def multiply(a, b, out, scale, partial_sums=None):
         column_tiles = math.gcd(chosen["MANY"], N1 * N2 // bn) if several else 1
         row_tiles, sums_rows = triton.cdiv(M1 * M2, bm), partial_sums is not None
         room = sums.room(partial_sums, samples * row_tiles) if sums_rows else contextlib.nullcontext(out)
-        with room as to:  # without sums a pointer that nobody uses
+        with room as row_sums:  # without sums a pointer that nobody uses
             outer_product_matmul_kernel[row_tiles * triton.cdiv(N1 * N2, bn * column_tiles), samples](
-                a, b, out, to, M1=M1, M2=M2, N1=N1, K=K, **named_strides(a, b), scale=scale, N2=N2,
+                a, b, out, row_sums, M1=M1, M2=M2, N1=N1, K=K, **named_strides(a, b), scale=scale, N2=N2,
                 WHOLE_K=K % bk == 0 < K, ONE_STEP=K <= bk, LINES=whole,
                 SUM_ROWS=sums_rows, **dict(chosen, BK=bk, MANY=column_tiles))
     tuner.launch(*looked_up(M1 * M2, N1 * N2, K, N2, out.dtype), launch)
 
 
-def forward(left: Tensor, right: Tensor, scale: float = 1.0, after: Tensor | None = None) -> Tensor:
-    """scale times the sum over rows, (B, S, S, h*h). after: see projections.norm_project_launch()."""
+def outer_product(left: Tensor, right: Tensor, scale: float = 1.0, after: Tensor | None = None) -> Tensor:
+    """scale times the sum over rows, (B, S, S, h*h). after: see projections.norm_project()."""
     samples, _, size, h = left.shape
     out = left.new_empty(samples, size, size, h * h)
     multiply(left.permute(0, 2, 3, 1), right, out, scale)
     return out
 
 
-def backward(gradient: Tensor, weight: Tensor, scale: float, count: int) -> tuple[Tensor, Tensor]:
+def outer_product_gradient(gradient: Tensor, weight: Tensor, scale: float,
+                           count: int) -> tuple[Tensor, Tensor]:
     """That sum's gradient, by that of out: ((i, u), (j, v)) of each sample, (B, S h, S h); and partial sums
     (count, c) of scale times the sum of out's gradient over positions."""
-    (samples, size, _, c), h = gradient.shape, side_channels(weight)
+    (samples, size, _, c), h = gradient.shape, math.isqrt(weight.shape[1])
     douter = weight.new_empty(samples, size * h, size * h)
     partial_sums = weight.new_empty(count, c, dtype=torch.float32)
     b = weight.view(1, -1, h, h).expand(len(gradient), -1, -1, -1)  # (B, c, h, h)
@@ -232,28 +233,23 @@ def backward(gradient: Tensor, weight: Tensor, scale: float, count: int) -> tupl
     return douter, partial_sums
 
 
-def side_channels(weight):
-    """Channels h of each side, from weight (c, h*h)."""
-    return math.isqrt(weight.shape[1])
+FORWARD_OP = operation("outer_layout", outer_product)
+BACKWARD_OP = operation("outer_layout_backward", outer_product_gradient)
 
 
-FORWARD_OP = operation("outer_layout", forward)
-BACKWARD_OP = operation("outer_layout_backward", backward)
-
-
-class OuterLayout(torch.autograd.Function):
-    """outer_layout() with its derivative. Saves left, right and, unless recompute, the sum over rows: no more
+class OuterFirst(torch.autograd.Function):
+    """outer_first() with its derivative. Saves left, right and, unless recompute, the sum over rows: no more
     than plain code."""
 
     @staticmethod
-    def forward(ctx, left, right, weight, bias, scale, residual, recompute):
+    def forward(ctx, left, right, weight, bias, scale, onto, recompute):
         outer = FORWARD_OP(left, right, scale)
         ctx.save_for_backward(left, right, weight, None if recompute else outer)
-        ctx.scale, ctx.residual = scale, residual is not None
-        if residual is not None and projects(weight):
-            return projections.OUTPUT_PROJECT_OP(outer, weight, bias, residual, None, scale)
+        ctx.scale, ctx.adds = scale, onto is not None
+        if onto is not None and projects(weight):
+            return projections.OUTPUT_PROJECT_OP(outer, weight, bias, onto, None, scale)
         update = F.linear(outer, weight) + bias * scale  # a compiler adds that where it adds the residual
-        return (residual + update).to(residual.dtype) if ctx.residual else update
+        return (onto + update).to(onto.dtype) if ctx.adds else update
 
     @staticmethod
     @once_differentiable
@@ -264,26 +260,26 @@ class OuterLayout(torch.autograd.Function):
             outer = FORWARD_OP(left, right, ctx.scale, dupdate)
         dweight = dupdate.flatten(0, -2).t() @ outer.flatten(0, -2)  # (c, h h)
         (B, S, _, c), wide = dupdate.shape, weight.shape[1]
-        count = programs(B, S * S, wide, c, side_channels(weight), weight.dtype)
+        count = programs(B, S * S, wide, c, math.isqrt(wide), weight.dtype)
         douter, partial_sums = BACKWARD_OP(dupdate, weight, ctx.scale, count)  # (B, S h, S h), (count, c)
         dleft, dright = right.flatten(2) @ douter.mT, left.flatten(2) @ douter  # (B, N, S h) each
         dbias = sums.OP(partial_sums, weight.dtype)  # (c,)
         return (dleft.view(left.shape), dright.view(right.shape), dweight, dbias, None,
-                gradient if ctx.residual else None, None)
+                gradient if ctx.adds else None, None)
 
 
 def projects(weight):
     """Whether the kernel that adds a residual takes this weight (c, h*h): wider ones are the library's."""
-    return (len(weight) in LAYER_CHANNELS
-            and projections.takes_inner(weight.shape[1]))
+    return len(weight) in LAYER_CHANNELS and projections.takes_inner(weight.shape[1])
 
 
-def outer_layout(left, right, weight, bias, scale=1.0, residual=None, recompute=False):
-    """[residual +] scale (weight vec(sum over n of left[n, i] right[n, j]^T) + bias), (B, S, S, c), in
-    autocast's dtype, or the residual's; scale is a number. recompute: backward recomputes the sum over n."""
+def outer_first(left, right, weight, bias, scale=1.0, onto=None, recompute=False):
+    """[onto +] scale (weight vec(sum over n of left[n, i] right[n, j]^T) + bias), (B, S, S, c), in
+    autocast's dtype, or that of onto; scale is a number. recompute: backward recomputes the sum over n.
+    Outer product first: the other order of the sums, weight first, needs no kernel."""
     (B, _, S, h), c = left.shape, len(weight)
     check_shapes(("right", right, tuple(left.shape)), ("weight", weight, (c, h * h)), ("bias", bias, (c,)),
-                 ("residual", residual, (B, S, S, c)))
+                 ("onto", onto, (B, S, S, c)))
     left, right, weight, bias = (t.to(product_dtype(left)) for t in (left, right, weight, bias))
-    residual = None if residual is None else residual.contiguous()
-    return OuterLayout.apply(left, right, weight.contiguous(), bias.contiguous(), scale, residual, recompute)
+    onto = None if onto is None else onto.contiguous()
+    return OuterFirst.apply(left, right, weight.contiguous(), bias.contiguous(), scale, onto, recompute)
