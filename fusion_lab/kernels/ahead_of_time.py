@@ -1,8 +1,8 @@
 """Triton without a GPU: compile for GPUs that are not here; read registers, spills, machine code.
 
-    with compiling("gfx942") as found:
-        start(some_kernel, grid, torch.empty(64, 64), BN=64, num_warps=4)
-    resources(found[0].compiled)  # dict(shared, registers, spills, mma)
+    with compiling("gfx942") as launches:
+        some_kernel[grid](torch.empty(64, 64), BN=64, num_warps=4)
+    resources(launches[0].compiled)  # dict(shared, registers, spills, mma)
 
 Compiling asks the active driver for nothing but a device number and a target, so tensors may lie on the CPU.
 """
@@ -45,14 +45,11 @@ class Absent:
         return torch.device("cpu")
 
 
-class Compiled(NamedTuple):
-    """A kernel as one launch compiled it."""
-    name: str
-    options: dict
+class Launch(NamedTuple):
+    """A launch, and what Triton compiled for it."""
+    kernel: object
+    options: dict  # what was given by name
     compiled: object
-
-
-seen, dry = None, False  # what start() keeps within compiling() and watching(); whether it only compiles
 
 
 def is_fake(x):
@@ -61,40 +58,26 @@ def is_fake(x):
 
 
 def start(kernel, grid, *arguments, **options):
-    """kernel[grid](*arguments, **options), or whatever compiling() and watching() make of it; nothing for
-    fake tensors."""
-    if is_fake(next(x for x in arguments if isinstance(x, torch.Tensor))):
-        return
-    if dry:
-        compiled = kernel.warmup(*arguments, grid=grid, **options)
-    else:
-        compiled = kernel[grid](*arguments, **options)
-    if seen is not None:
-        seen.append(Compiled(kernel.__name__, options, compiled))
-
-
-@contextlib.contextmanager
-def watching():
-    """Within, the list that it yields gets a Compiled for every start()."""
-    global seen
-    before, seen = seen, []
-    try:
-        yield seen
-    finally:
-        seen = before
+    """kernel[grid](*arguments, **options); nothing for fake tensors."""
+    if not is_fake(next(x for x in arguments if isinstance(x, torch.Tensor))):
+        kernel[grid](*arguments, **options)
 
 
 @contextlib.contextmanager
 def compiling(name):
-    """As watching(); and nothing runs, but is compiled for the GPU of this name in TARGETS."""
-    global dry
-    before, dry = driver._active, True
+    """Within, launches run nothing, but are compiled for the GPU of this name in TARGETS. Yields a list that
+    gets a Launch for each of them."""
+    launches, run, driver_before = [], triton.JITFunction.run, driver._active
+
+    def compile_only(kernel, *arguments, grid, warmup, **options):
+        compiled = run(kernel, *arguments, grid=grid, warmup=True, **options)
+        launches.append(Launch(kernel, options, compiled))
     driver.set_active(Absent(name))
+    triton.JITFunction.run = compile_only
     try:
-        with watching() as found:
-            yield found
+        yield launches
     finally:
-        driver._active, dry = before, False
+        driver._active, triton.JITFunction.run = driver_before, run
 
 
 def of_cubin(kernel, tool, option):
@@ -106,21 +89,17 @@ def of_cubin(kernel, tool, option):
                               check=True).stdout
 
 
-def machine_code(kernel):
-    """What the GPU runs, as text."""
-    return of_cubin(kernel, "nvdisasm", "-c") if "cubin" in kernel.asm else kernel.asm["amdgcn"]
-
-
 def resources(kernel):
     """dict(shared, registers, spills, mma): bytes of shared memory; registers a thread; instructions that
     spill (NVIDIA) or registers spilled (AMD); matrix instructions."""
-    code = machine_code(kernel)
     if "cubin" in kernel.asm:
-        found = dict(registers=int(re.search(r"REG:(\d+)", of_cubin(kernel, "cuobjdump", "-res-usage"))[1]),
+        code = of_cubin(kernel, "nvdisasm", "-c")  # what the GPU runs, as text
+        used = dict(registers=int(re.search(r"REG:(\d+)", of_cubin(kernel, "cuobjdump", "-res-usage"))[1]),
                      spills=len(re.findall(r"\b(?:STL|LDL)\b", code)),
                      mma=len(re.findall(r"\sHG?MMA\.", code)))  # HFMA2.MMA moves a constant
     else:
-        found = dict(registers=int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]),
+        code = kernel.asm["amdgcn"]
+        used = dict(registers=int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]),
                      spills=int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]),
                      mma=len(re.findall(r"v_mfma", code)))
-    return dict(shared=kernel.metadata.shared, **found)
+    return dict(shared=kernel.metadata.shared, **used)

@@ -87,9 +87,9 @@ def test_kernels_compile_without_spills(target):
     from fusion_lab.kernels.ahead_of_time import compiling, resources
     for name, pattern in lab.PATTERNS.items():
         given = lab.tensors_of(pattern, pattern.on_cpu, torch.bfloat16, CPU)
-        with compiling(target) as seen:
+        with compiling(target) as launches:
             lab.step(pattern.ours, given)
-        used = [resources(kernel.compiled) for kernel in seen]
+        used = [resources(each.compiled) for each in launches]
         assert used and not any(kernel["spills"] for kernel in used), name
         assert name not in ("gelu", "scores") or used[0]["mma"]
     found = lab.rung(65536, 4, target, CPU)

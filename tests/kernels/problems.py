@@ -5,6 +5,8 @@
 FAMILIES has a function for each, which makes a problem of a dtype and sizes, and sizes by names. A GPU is
 given others (test_kernels_gpu.py). Whatever is no gradient's tensor, masks and dropout, is drawn inside.
 """
+from functools import partial
+
 import torch
 
 from fusion_lab.kernels import outer_product, outer_product_sides, projections, transition
@@ -77,7 +79,7 @@ def attention_from_python(dtype, S, masked=True, B=1, N=3, H=2, D=16, bias_dtype
     return ours, plain, [*tensors[:3], tensors[3].to(bias_dtype or dtype)]
 
 
-def sub_layer(dtype, B, X, Y, c, heads, axis, maker, masked, adds, shared):
+def sub_layer(dtype, B, X, Y, c, heads, axis, maker, masked, adds, shared, **options):
     """maker: "own" if LayerNorm(x) makes the bias, "given", or None; adds: whether x is the residual."""
     torch.manual_seed(0)
     length = (X, Y)[axis - 1]
@@ -86,14 +88,14 @@ def sub_layer(dtype, B, X, Y, c, heads, axis, maker, masked, adds, shared):
     tensors[1:3] = 1 + 0.1 * tensors[1], 0.1 * tensors[2]
     keys, drop = torch.rand(B, length) > 0.2 if masked else None, dropout((B, X, Y, c), shared)
 
-    def run(function):
+    def run(function, **options):
         def call(x, *rest):
             *weights, head_weight, bias = rest
             return function(x, *weights, heads, axis, bias if maker == "given" else None,
                             head_weight if maker == "own" else None, keys, 1e-5, x if adds else None,
-                            cast(drop, x))
+                            cast(drop, x), **options)
         return call
-    return run(attention_layer), run(references.attention_layer), tensors
+    return run(attention_layer, **options), run(references.attention_layer), tensors
 
 
 def head_bias(dtype, shape, heads):
@@ -113,24 +115,6 @@ def head_bias(dtype, shape, heads):
     return ours, plain, tensors
 
 
-def hidden_layer(dtype, shape, units, heads):
-    """norm_project with a ReLU, which has no derivative of its own, beside which heads make a bias."""
-    torch.manual_seed(0)
-    c = shape[-1]
-    tensors = drawn(dtype, shape, (c,), (c,), (units, c), (units,), *[(heads, c)] * (heads > 0))
-    tensors[1:3] = 1 + 0.1 * tensors[1], 0.1 * tensors[2]
-
-    def joined(x, *weights, op=references.norm_project):
-        *norm, weight, bias, head_weight = (*weights, None)[:5]
-        found = op(x, *norm, weight, head_weight, 1e-5, bias)
-        return torch.cat([t.flatten() for t in found if t is not None])
-
-    def ours(*given):
-        found = joined(*(t.detach() for t in given), op=projections.NORM_PROJECT_OP)
-        return WithPlainGradients.apply(found, joined(*given))
-    return ours, joined, tensors
-
-
 def output_project(dtype, shape, channels, residual, shared, scale=1.0):
     """Without a derivative of its own."""
     torch.manual_seed(0)
@@ -148,18 +132,19 @@ def output_project(dtype, shape, channels, residual, shared, scale=1.0):
     return ours, plain, drawn(dtype, shape, (channels, shape[-1]), (channels,), *[out] * residual)
 
 
-def outer_first(dtype, samples, rows, size, h, channels, packed, scale=1.0, adds=False):
+def outer_first(dtype, samples, rows, size, h, channels, packed, scale=1.0, adds=False, **options):
     torch.manual_seed(0)
     both, weight, *rest = drawn(dtype, (samples, rows, size, 2 * h), (channels, h * h), (channels,),
                                 *[(samples, size, size, channels)] * adds)
 
-    def unpacked(function):
+    def unpacked(function, **options):
         def call(*given):
             sides, rest = (given[0].chunk(2, -1), given[1:]) if packed else (given[:2], given[2:])
-            return function(*sides, *rest[:2], scale, *rest[2:])
+            return function(*sides, *rest[:2], scale, *rest[2:], **options)
         return call
     sides = [both] if packed else [side.contiguous() for side in both.chunk(2, -1)]
-    return unpacked(outer_product.outer_first), unpacked(references.outer_first), [*sides, weight, *rest]
+    ours = unpacked(outer_product.outer_first, **options)
+    return ours, unpacked(references.outer_first), [*sides, weight, *rest]
 
 
 def sides(dtype, shape, h):
@@ -184,15 +169,15 @@ def two_layers(dtype, shape, units):
             drawn(dtype, shape, (units, c), (units,), (c, units), (c,)))
 
 
-def transition_layer(dtype, shape, units):
+def transition_layer(dtype, shape, units, **options):
     torch.manual_seed(0)
     c = shape[-1]
     tensors = drawn(dtype, shape, (c,), (c,), (units, c), (units,), (c, units), (c,))
     tensors[1:3] = 1 + 0.1 * tensors[1], 0.1 * tensors[2]
-    return transition.layer, references.transition_layer, tensors
+    return partial(transition.layer, **options), references.transition_layer, tensors
 
 
-def multiplication(dtype, B, S, c, outgoing, masked, residual, shared, biased):
+def multiplication(dtype, B, S, c, outgoing, masked, residual, shared, biased, **options):
     """masked: dimensions of the mask; residual: "x", "another" or None; biased: whether projections are."""
     torch.manual_seed(0)
     pair = (B, S, S, c)
@@ -203,14 +188,14 @@ def multiplication(dtype, B, S, c, outgoing, masked, residual, shared, biased):
     mask = None if masked is None else torch.rand([B, S, S][:masked]) > 0.25
     drop = dropout(pair, shared)
 
-    def run(function):
+    def run(function, **options):
         def call(x, *rest):
             *weights, another = rest
             weights = [w if biased or n not in (3, 7, 9) else None for n, w in enumerate(weights)]
             return function(x, *weights, mask, outgoing, 1e-5, dict(x=x, another=another).get(residual),
-                            cast(drop, x))
+                            cast(drop, x), **options)
         return call
-    return run(trimul.triangle_multiplication), run(trimul.reference), tensors
+    return run(trimul.triangle_multiplication, **options), run(trimul.reference), tensors
 
 
 def multiplication_from_python(dtype, S, c=16, direction="outgoing", masked=True):
@@ -281,11 +266,6 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
     "head bias": (head_bias, {  # shape of x, heads
         "two samples, odd": ((2, 7, 5, 16), 3), "whole tiles": ((2, 8, 16, 32), 4),
         "many heads, one position": ((1, 1, 1, 128), 17)}),
-    "hidden layer": (hidden_layer, {  # shape of x, hidden units, heads
-        "two samples, odd": ((2, 5, 7, 32), 128, 0),
-        "whole tiles": ((2, 8, 16, 16), 256, 3),
-        "units no multiple of a tile": ((1, 3, 11, 16), 48, 0),
-        "several tiles a program, odd": ((3, 9, 13, 16), 256, 5)}),
     "output projection": (output_project, {  # shape of og, c, residual, dropout shared along, bias's scale
         "rows dropped": ((2, 5, 7, 32), 32, True, 1),
         "columns dropped": ((2, 7, 5, 16), 16, True, 2),
@@ -319,7 +299,8 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
         "no position": ((0, 5, 16), 64)}),
     "transition": (transition_layer, {  # shape of x, hidden units
         "two samples, odd": ((2, 5, 7, 32), 128), "several shares": ((1, 3, 130, 16), 64),
-        "whole tiles": ((2, 8, 16, 32), 64), "units no multiple of a tile": ((1, 3, 11, 16), 192)}),
+        "whole tiles": ((2, 8, 16, 32), 64), "units no multiple of a tile": ((1, 3, 11, 16), 192),
+        "several tiles a program, odd": ((3, 9, 13, 16), 256)}),
     "multiplication": (multiplication, {  # B, S, c, outgoing, dims of mask, residual, dropout along, biases
         "small": (1, 5, 16, True, 2, "x", 1, True),
         "outgoing": (2, 13, 32, True, 2, "x", 1, True),
@@ -339,7 +320,7 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
 }
 
 
-def made(family, dtype, case):
-    """(ours, plain, tensors) of a case, by its name."""
+def made(family, dtype, case, **options):
+    """(ours, plain, tensors) of a case, by its name. options: for our function."""
     problem, cases = FAMILIES[family]
-    return problem(dtype, *cases[case])
+    return problem(dtype, *cases[case], **options)

@@ -1,4 +1,5 @@
 """The 3x rule for kernels: errors against float64 may be three times those of plain PyTorch."""
+import contextlib
 import itertools
 
 import pytest
@@ -41,6 +42,14 @@ def gradients(call, tensors):
     given = [t.detach().requires_grad_() for t in tensors]
     out = call(*given)
     return [out, *torch.autograd.grad(out, given, out.new_full((), 0.5).expand(out.shape), allow_unused=True)]
+
+
+@contextlib.contextmanager
+def saved_bytes():
+    """Yields a list to which the bytes of every tensor that is saved for backward are added."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        yield saved
 
 
 def equal(found, expected):

@@ -20,6 +20,8 @@ CASES = {  # numbers, dtype of gradients, norm to clip to, weight decay, whether
     "gradients of several ranks": (1025, torch.float32, 2.0, 0.0, True),
     "half": (1024, torch.float16, 1e-3, 0.1, False),
 }
+
+
 def gradients(count, dtype):
     """Of which the last ones are far smaller than the first."""
     torch.manual_seed(1)
@@ -27,93 +29,77 @@ def gradients(count, dtype):
     return [(factor * torch.randn(count, dtype=torch.float64)).to(dtype) for factor in scale.sqrt()]
 
 
-def by_torch(case, dtype):
-    """[weights, exp_avg, exp_avg_sq] after the steps, computed in this dtype."""
-    count, half, limit, decay, _ = case
-    weight = start_of(count).to(dtype)
-    optimizer = torch.optim.AdamW([weight], lr=0.01, weight_decay=decay)
-    for number, gradient in enumerate(gradients(count, half)):
-        optimizer.param_groups[0]["lr"] = rate_at(number)
-        weight.grad = gradient.to(dtype)
-        torch.nn.utils.clip_grad_norm_([weight], limit)
-        optimizer.step()
-    state = optimizer.state[weight]
-    assert state["step"] == STEPS
-    return [weight, state["exp_avg"], state["exp_avg_sq"]]
-
-
 def start_of(count):
     torch.manual_seed(0)
     return torch.randn(count)
 
 
-def rate_at(number):
-    return torch.tensor(0.01 / (1 + number)).item()  # as float32 has it
+def rate_at(step):
+    return torch.tensor(0.01 / (1 + step)).item()  # as float32 has it
 
 
-def by_kernel(case):
-    """(the same, the copy in 16 bits, steps counted), after as many steps that a scaler has skipped"""
-    count, half, limit, decay, on_device = case
-    weight, low = start_of(count), torch.zeros(count, dtype=torch.float16)
-    state = dict(step=torch.zeros(()), exp_avg=torch.zeros(count), exp_avg_sq=torch.zeros(count))
-    for number, gradient in enumerate(gradients(count, half)):
-        rate, norm = rate_at(number), torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        group = dict(lr=torch.tensor(rate) if on_device else rate, betas=(0.9, 0.999), eps=1e-8,
-                     weight_decay=decay)
-        adamw.update(weight, gradient / 0, state, low, norm / 0, limit, group, torch.tensor(1.0))
-        adamw.update(weight, gradient, state, low, norm, limit, group, *[torch.tensor(0.0)] * (number % 2))
-    return [weight, state["exp_avg"], state["exp_avg_sq"]], low, state["step"]
+def by_torch(dtype, count, half, limit, decay, _):
+    """[weights, exp_avg, exp_avg_sq] after the steps, computed in this dtype."""
+    weight = start_of(count).to(dtype)
+    optimizer = torch.optim.AdamW([weight], lr=0.01, weight_decay=decay)
+    for step, gradient in enumerate(gradients(count, half)):
+        optimizer.param_groups[0]["lr"] = rate_at(step)
+        weight.grad = gradient.to(dtype)
+        torch.nn.utils.clip_grad_norm_([weight], limit)
+        optimizer.step()
+    state = optimizer.state[weight]
+    return [weight, state["exp_avg"], state["exp_avg_sq"]]
 
 
-def faults(case):
-    """What breaks the rule: errors against float64 of at most three times those of torch in float32, and a
-    rounding a step."""
-    exact, own = by_torch(case, torch.float64), by_torch(case, torch.float32)
-    mine, low, steps = by_kernel(case)
-    found = [] if steps == STEPS else ["step"]
-    found += [] if torch.equal(low, mine[0].half()) else ["low"]
-    for name, ours, plain, truth in zip(("weights", "exp_avg", "exp_avg_sq"), mine, own, exact, strict=True):
-        error, allowed = ((x - truth).abs().max().item() for x in (ours, plain))
-        allowed = 3 * allowed + STEPS * torch.finfo(torch.float32).eps * truth.abs().max().item()
-        found += [] if error <= allowed else [f"{name}: {error:.2e}, allowed {allowed:.2e}"]
-    return found
+def state_of(count):
+    return dict(step=torch.zeros(()), exp_avg=torch.zeros(count), exp_avg_sq=torch.zeros(count))
 
 
-SIZES = (1300, 1, 64, 512, 130, 70)
-STARTS = (0, 1344, 1408, 1472, 1984, 2176)  # multiples of 64
-LENGTH = 2304
-def joined_faults(module=adamw, repeated=1):
-    """Of gradients that lie anywhere, one of which there is not."""
-    torch.manual_seed(0)
-    sizes, length = SIZES * repeated, LENGTH * repeated
-    starts = [place * LENGTH + start for place in range(repeated) for start in STARTS]
-    memory = torch.randn(3 * length + 2048).bfloat16()
-    gradients, expected = [], torch.zeros(length, dtype=torch.bfloat16)
-    for number, (size, start) in enumerate(zip(sizes, starts, strict=True)):
-        gradients.append(None if number == 2 else memory[3 * start + number:][:size])
-        if number != 2:
-            expected[start:start + size] = gradients[-1]
-    empty = torch.empty
-    with pytest.MonkeyPatch.context() as patched:  # what a kernel does not write is not 0 by chance
-        patched.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(9))
-        joined = adamw.Joined(sizes, starts, length, torch.device("cpu"))
-        assert not joined.used
-        found, norm = joined(gradients, torch.bfloat16)
-    assert joined.used
-    exact = torch.linalg.vector_norm(expected.double())
-    return [name for name, same in (("numbers", torch.equal(found, expected)),
-                                    ("norm", abs(norm - exact) <= 1e-6 * exact)) if not same]
+def group(lr=0.1, eps=1e-8, weight_decay=0.0):
+    return dict(lr=lr, betas=(0.9, 0.999), eps=eps, weight_decay=weight_decay)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ten_steps_are_torch_s(name):
+    """Errors against float64 are at most three times those of torch in float32, and a rounding a step. Before
+    each step stands one that a scaler has skipped."""
+    count, half, limit, decay, on_device = CASES[name]
+    weight, low, state = start_of(count), torch.zeros(count, dtype=torch.float16), state_of(count)
+    for step, gradient in enumerate(gradients(count, half)):
+        rate, norm = rate_at(step), torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        given = group(torch.tensor(rate) if on_device else rate, weight_decay=decay)
+        adamw.update(weight, gradient / 0, state, low, norm / 0, limit, given, torch.tensor(1.0))
+        adamw.update(weight, gradient, state, low, norm, limit, given, *[torch.tensor(0.0)] * (step % 2))
+    assert state["step"] == STEPS and torch.equal(low, weight.half())
+    exact, plain = by_torch(torch.float64, *CASES[name]), by_torch(torch.float32, *CASES[name])
+    for ours, own, truth in zip((weight, state["exp_avg"], state["exp_avg_sq"]), plain, exact, strict=True):
+        error, allowed = ((x - truth).abs().max() for x in (ours, own))
+        assert error <= 3 * allowed + STEPS * torch.finfo(torch.float32).eps * truth.abs().max()
 
 
 @pytest.mark.parametrize("repeated", [1, 100])  # more tiles than the norm's kernel takes at once
-def test_gradients_are_joined_with_their_norm(repeated):
-    assert joined_faults(repeated=repeated) == []
+def test_gradients_are_joined_with_their_norm(repeated, monkeypatch):
+    """Of gradients that lie anywhere, one of which there is not."""
+    torch.manual_seed(0)
+    sizes, begin, length = (1300, 1, 64, 512, 130, 70), (0, 1344, 1408, 1472, 1984, 2176), 2304 * repeated
+    sizes, starts = sizes * repeated, [first + each for first in range(0, length, 2304) for each in begin]
+    memory = torch.randn(3 * length + 2048).bfloat16()
+    given, expected = [], torch.zeros(length, dtype=torch.bfloat16)
+    for number, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+        given.append(None if number == 2 else memory[3 * start + number:][:size])
+        if number != 2:
+            expected[start:start + size] = given[-1]
+    empty = torch.empty  # what a kernel does not write is not 0 by chance
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(9))
+    joined, norm = adamw.Joined(sizes, starts, length, torch.device("cpu"))(given, torch.bfloat16)
+    exact = torch.linalg.vector_norm(expected.double())
+    assert torch.equal(joined, expected) and abs(norm - exact) <= 1e-6 * exact
 
 
 def test_a_captured_step_joins_its_gradients(monkeypatch):
     """Once: a second graph would write another table over the first one's. Gradients may lie transposed."""
     model = torch.nn.Sequential(torch.nn.Linear(23, 37), torch.nn.Linear(5, 3))
-    masters, found = KernelMasters(model, torch.float16, wide=False), []
+    masters, steps = KernelMasters(model, torch.float16, wide=False), []
     for captured in (False, True, True):
         monkeypatch.setattr(KernelMasters, "captured", lambda self, captured=captured: captured)
         torch.manual_seed(0)
@@ -122,15 +108,10 @@ def test_a_captured_step_joins_its_gradients(monkeypatch):
         assert not masters.parameters["0.weight"].grad.is_contiguous()
         masters.take_gradients()
         assert all(p.grad is None for p in masters.parameters.values())
-        found.append((masters.gradient, masters.norm is not None, masters.clip(1.0)))
-    assert [by_kernel for _, by_kernel, _ in found] == [False, True, False] and found[0][0].any()
-    assert all(torch.equal(gradient, found[0][0]) for gradient, *_ in found)
-    assert [norm.item() for *_, norm in found] == pytest.approx([found[0][2].item()] * 3, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_ten_steps_are_torch_s(name):
-    assert faults(CASES[name]) == []
+        steps.append((masters.gradient, masters.norm is not None, masters.clip(1.0)))
+    assert [by_kernel for _, by_kernel, _ in steps] == [False, True, False] and steps[0][0].any()
+    assert all(torch.equal(gradient, steps[0][0]) for gradient, *_ in steps)
+    assert [norm.item() for *_, norm in steps] == pytest.approx([steps[0][2].item()] * 3, rel=1e-6)
 
 
 def test_moments_do_not_drift():
@@ -139,33 +120,28 @@ def test_moments_do_not_drift():
     state = dict(step=torch.tensor(5e4), exp_avg=torch.tensor([2.0]), exp_avg_sq=torch.tensor([4.0]))
     for _ in range(100):
         adamw.update(weight, gradient, state, torch.zeros(1), torch.tensor(2.0), 3.0,
-                     dict(lr=1.0, betas=(0.9, 0.999), eps=0.0, weight_decay=0.0))
+                     group(1.0, eps=0.0))
     assert (state["exp_avg"].item(), state["exp_avg_sq"].item()) == (2, 4)
     assert weight.item() == pytest.approx(-100, rel=1e-6) and state["step"] == 5e4 + 100
 
 
-def test_a_norm_that_is_no_number_is_seen_in_the_weights():
-    for norm in (float("nan"), float("inf")):
-        weight = torch.ones(3)
-        state = dict(step=torch.zeros(()), exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3))
-        adamw.update(weight, torch.full((3,), norm), state, torch.ones(3), torch.tensor(norm), 1.0,
-                     dict(lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0))
-        assert weight.isnan().all()
+@pytest.mark.parametrize("norm", [float("nan"), float("inf")])
+def test_a_norm_that_is_no_number_is_seen_in_the_weights(norm):
+    weight = torch.ones(3)
+    adamw.update(weight, torch.full((3,), norm), state_of(3), torch.ones(3), torch.tensor(norm), 1.0, group())
+    assert weight.isnan().all()
 
 
-def test_what_the_kernels_would_misread_is_refused():
-    def update(flat, gradient, low, norm):
-        state = dict(step=torch.zeros(()), exp_avg=flat.clone(), exp_avg_sq=flat.clone())
-        adamw.update(flat, gradient, state, low, norm, 1.0, dict(lr=0.1, betas=(0.9, 0.999), eps=1e-8,
-                                                                 weight_decay=0.0))
-    flat, norm = torch.zeros(3), torch.zeros(())
-    with pytest.raises(ValueError, match="gradient is"):
-        update(flat, torch.zeros(4), flat.half(), norm)
-    with pytest.raises(ValueError, match="low is"):
-        update(flat, flat, torch.zeros(2), norm)
-    for given in ((flat.double(), flat, flat, norm), (flat, flat, flat, norm.double())):
-        with pytest.raises(ValueError, match="must be float32"):
-            update(*given)
+FLAT, NORM = torch.zeros(3), torch.zeros(())
+
+
+@pytest.mark.parametrize("flat, gradient, low, norm, words", [
+    (FLAT, torch.zeros(4), FLAT.half(), NORM, "gradient is"), (FLAT, FLAT, torch.zeros(2), NORM, "low is"),
+    (FLAT.double(), FLAT, FLAT, NORM, "float32"), (FLAT, FLAT, FLAT, NORM.double(), "float32")])
+def test_what_the_kernels_would_misread_is_refused(flat, gradient, low, norm, words):
+    state = dict(step=NORM.clone(), exp_avg=flat.clone(), exp_avg_sq=flat.clone())
+    with pytest.raises(ValueError, match=words):
+        adamw.update(flat, gradient, state, low, norm, 1.0, group())
 
 
 # --- Master weights, scalers, checkpoints ---------------------------------------------------------------
@@ -218,9 +194,8 @@ def alike(sides):
 def test_states_go_from_torch_s_optimizer_to_this_one_and_back(dtype, scaled):
     sides = run(dtype, 6, scaled=scaled)
     alike(sides)
-    assert all(side.optimizer.state[side.masters.flat]["step"] == 6 for side in sides)
-    assert [side.optimizer.state_dict()["param_groups"] for side in sides][0] == \
-        sides[1].optimizer.state_dict()["param_groups"]
+    groups = [side.optimizer.state_dict()["param_groups"] for side in sides]
+    assert groups[0] == groups[1] and sides[0].optimizer.state[sides[0].masters.flat]["step"] == 6
 
 
 @pytest.mark.parametrize("spoilt", [0, 2])

@@ -84,11 +84,11 @@ def products_kernel(a, b, out, sums, K, FIRST: tl.constexpr, SECOND: tl.constexp
 def test_what_a_loop_overwrites_too_early_is_seen(either, stages):
     a, out, sums = (torch.empty(64, 256, dtype=dtype) for dtype in (torch.bfloat16, *[torch.float32] * 2))
     kinds = [(False, False), (True, False), (False, True)]
-    with ahead_of_time.compiling("sm_90") as found:
+    with ahead_of_time.compiling("sm_90") as launches:
         for first, second in kinds:
-            ahead_of_time.start(products_kernel, (1,), a, a, out, sums, 256, FIRST=first, SECOND=second,
-                                EITHER=either, BM=64, num_stages=stages)
-    assert [overwritten(each.compiled) for each in found] == [first + second for first, second in kinds]
+            products_kernel[1,](a, a, out, sums, 256, FIRST=first, SECOND=second, EITHER=either, BM=64,
+                                num_stages=stages)
+    assert [overwritten(each.compiled) for each in launches] == [first + second for first, second in kinds]
 
 
 @pytest.mark.full

@@ -85,8 +85,7 @@ EVERY_TILE = {  # kernels of candidates: (how many, problems)
             (1, 37, 65, 12, 72, True))]),
     "norm": (len(projections.NORM_PROJECT[False]), [  # also where weights stay
         each for shape in ((1, 128, 256, 128), (2, 93, 127, 128), (2, 64, 128, 64)) for each in (
-            (problems.head_bias, (shape, 4)), (problems.hidden_layer, (shape, 4 * shape[-1], 4)),
-            (problems.transition_layer, (shape, 4 * shape[-1])))]),
+            (problems.head_bias, (shape, 4)), (problems.transition_layer, (shape, 4 * shape[-1])))]),
     "output": (len(projections.OUTPUT_PROJECT[False]), [
         (problems.output_project, each) for each in (
             ((1, 64, 128, 512), 128, True, 1), ((2, 37, 65, 1024), 128, True, None, 0.1),

@@ -11,11 +11,8 @@ import contextlib
 import re
 from unittest import mock
 
-import triton
-from triton.runtime import driver
-
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.ahead_of_time import Absent, resources
+from fusion_lab.kernels.ahead_of_time import compiling, resources
 
 SHARED = dict(sm_80=166912, sm_90=232448, gfx90a=65536, gfx942=65536, gfx950=65536)  # bytes a program may use
 EXTENTS = ("P", "S", "L", "R")  # of a tuner's class of shape; any of them may meet a kernel of these widths
@@ -33,14 +30,7 @@ def compiled_for(name, met=None, describe=resources):
     """Within, launches compile for this GPU, with the first candidate and all that is shipped for it at the
     same widths, and run nothing. Yields {kernel and configuration: describe(compiled kernel)}, filled at the
     end. met, if given, is a set that gets the keys of tiles.json that were compiled."""
-    compiled, run, shipped = {}, triton.runtime.jit.JITFunction.run, tuner.read(tuner.SHIPPED).get(name, {})
-
-    def warm_up(self, *arguments, grid, warmup, **options):
-        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
-        sizes = {parameter.name for parameter in self.params if not parameter.is_constexpr}  # given by name
-        chosen = ", ".join(f"{key}={value}" for key, value in options.items()
-                           if isinstance(value, (int, bool)) and key not in sizes)
-        compiled[f"{self.__name__} {chosen}"] = kernel
+    shipped, described = tuner.read(tuner.SHIPPED).get(name, {}), {}
 
     def every_configuration(kernel, shape, candidates, run):
         chosen = {key: tiles for key, tiles in shipped.items() if widths(key) == widths(f"{kernel} {shape}")}
@@ -50,15 +40,14 @@ def compiled_for(name, met=None, describe=resources):
         if met is not None:
             met.update(chosen)
 
-    before, found = driver._active, {}
-    driver.set_active(Absent(name))
-    try:
-        with mock.patch.object(triton.runtime.jit.JITFunction, "run", warm_up), \
-                mock.patch.object(tuner, "launch", every_configuration):
-            yield found
-        found.update({key: describe(kernel) for key, kernel in compiled.items()})
-    finally:
-        driver._active = before
+    with compiling(name) as launches, mock.patch.object(tuner, "launch", every_configuration):
+        yield described
+    for kernel, options, compiled in launches:
+        sizes = {parameter.name for parameter in kernel.params if not parameter.is_constexpr}  # given by name
+        constants = ", ".join(f"{key}={value}" for key, value in options.items()
+                              if isinstance(value, (int, bool)) and key not in sizes)
+        described[f"{kernel.__name__} {constants}"] = compiled
+    described.update({key: describe(compiled) for key, compiled in described.items()})
 
 
 ALLOCATED = re.compile(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x")

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 @pytest.mark.parametrize("number", [0, 6])  # 6: weights stay in shared memory
 def test_what_is_not_a_number_stays_so(number, monkeypatch):
     monkeypatch.setattr(tuner, "chosen", lambda kernel, shape, candidates: candidates[number])
-    ours, plain, (x, *weights) = made("hidden layer", torch.bfloat16, "whole tiles")
+    ours, plain, (x, *weights) = made("transition", torch.bfloat16, "whole tiles")
     x[0, 1, 2, 3] = float("nan")
     assert torch.equal(ours(x, *weights).isnan(), plain(x, *weights).isnan())
 
