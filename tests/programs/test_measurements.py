@@ -1,4 +1,4 @@
-"""The tables of benchmarks/FINDINGS.md: every figure stands in a raw file that its section names."""
+"""Tables of measurements in documents: every figure stands in a raw file that its section names."""
 import json
 import re
 from itertools import chain
@@ -10,8 +10,9 @@ from tests.support import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 if not RESULTS.exists():
     pytest.skip("raw results were deleted", allow_module_level=True)
-TEXT = (ROOT / "benchmarks" / "FINDINGS.md").read_text(encoding="utf-8")
-SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
+PAGES = ("benchmarks/FINDINGS.md", "docs/companions.md", "tiny_openfold/models/README.md")
+TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^#+ |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 NUMBER = re.compile(r"(?<![\w.,-])[\d,]*\d*\.?\d+(?![\w.]*\d)")
 ELSEWHERE = "e77e90b"  # a row of this source is not traced
 UNITS = (1, 1e3, 2 ** -20)  # s to ms, bytes to MB
@@ -27,7 +28,7 @@ def numbers(value):
 def raw(section):
     """Sorted numbers of the raw files that a section names."""
     found = set()
-    for name in set(re.findall(r"`(\w+_20[\d-]+\w*)(?:\.txt)?`", section)):
+    for name in set(re.findall(r"`(?:[\w/]+/)?(\w+_20[\d-]+\w*)(?:\.\w+)?`", section)):
         for path in [*RESULTS.glob(f"{name}.*"), *RESULTS.glob(f"{name}/*.json")]:
             text = path.read_text(encoding="utf-8")
             found.update(numbers(json.loads(text) if path.suffix == ".json" else text))
