@@ -13,7 +13,7 @@ ifeq ($(HAS_TORCH),yes)
 else
   IN := .venv/bin/python
   RUN := .venv/complete-requirements
-  DEV := .venv/complete-requirements-dev
+  RUFF := .venv/complete-ruff
   TRITON := .venv/complete-triton
 endif
 
@@ -24,13 +24,23 @@ test: $(TRITON)  # with bytecode, which many containers forbid: every process wo
 	@$(IN) -c "import pytest, xdist" || { echo "needed: $(IN) -m pip install -r requirements-dev.txt" >&2; exit 3; }
 	@PYTHONDONTWRITEBYTECODE= $(IN) -m pytest -n 2 --dist worksteal $(ARGS)
 
-lint: $(DEV)
+lint: $(RUFF)
 	@$(IN) -m ruff check .
 	if command -v shellcheck >/dev/null; then shellcheck *.sh; fi
 
+define VENV
+@test -w . || { echo "$(CURDIR) cannot be written into: activate an environment with torch first" >&2; exit 2; }
+$(PYTHON) -m venv --system-site-packages .venv
+endef
+
 .venv/complete-%: %.txt requirements.txt
-	$(PYTHON) -m venv --system-site-packages .venv
+	$(VENV)
 	.venv/bin/python -m pip install -r $<
+	@touch $@
+
+.venv/complete-ruff: requirements-dev.txt
+	$(VENV)
+	.venv/bin/python -m pip install "$$(grep -o '^ruff[^ ]*' $<)"
 	@touch $@
 
 .venv/complete-triton: .venv/complete-requirements-dev  # a torch for GPUs brings one, under whatever name

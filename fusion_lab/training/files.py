@@ -188,7 +188,14 @@ def quiet(name):
     if sys.version_info < (3, 10):  # noqa: UP036  whoever has an older one is told
         print(f"error: Python 3.10 or newer is needed; {sys.executable} is older", file=sys.stderr)
         sys.exit(MISSING)
-    if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if name != "__main__":
+        return
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("error: the current directory is not there any more; change to another one", file=sys.stderr)
+        sys.exit(USAGE)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
 
 

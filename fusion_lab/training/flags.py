@@ -291,7 +291,11 @@ def settings_or_exit(parser, program, arguments):
 
 def parse(parser, program, argv):
     """(arguments, Settings, the mode's flag or None); wrong use is one line and exit code 2."""
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        modes = " or ".join(flag(f.name) for f in own_modes(program))
+        hint = f"; a file belongs to {modes}" if modes and not unknown[0].startswith("-") else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     own_mode = next((f for f in own_modes(program) if hasattr(arguments, f.name)), None)
     if own_mode is not None:
         refuse_others(parser, arguments, own_mode)

@@ -5,10 +5,12 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from dataclasses import fields
 
 import torch
 
+from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.files import NO_GPU, UserError, counted
 from fusion_lab.training.options import DEVICE, DEVICES, flag
@@ -54,12 +56,26 @@ def keep_freed_memory():
         libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
+def require_cache():
+    """Raise UserError where Triton could not keep what it compiles: a home may be read-only, or shared."""
+    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
+    place = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
+    try:
+        os.makedirs(place, exist_ok=True)
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise UserError(f"Triton cannot keep its kernels in {place}: {error.strerror}; set TRITON_CACHE_DIR "
+                        "to a directory of this host") from None
+
+
 def process_settings(settings, device):
     """Everything that settings change for the whole process and not for one model alone: deterministic
     kernels, TF32, and freed memory on a CPU. Call it before a Trainer is made."""
     if settings.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    if device.type == "cuda" and HAS_TRITON and settings.fusion != type(settings.fusion).preset(False):
+        require_cache()
     if device.type == "cpu":
         keep_freed_memory()
     else:

@@ -34,6 +34,7 @@ def begun(program, *flags, torch, directory):
 
 @pytest.mark.parametrize("program, flags, code, words", [
     (TRAINER, ["--batchsize", "3"], 2, "unrecognized arguments: "),
+    (TRAINER, ["query.a3m"], 2, "--contacts"),
     (TRAINER, ["--version"], 0, "TinyOpenFold 2"), (TRAINER, ["--help"], 0, "--demo"),
     (TRAINER, ["--seq-len", "0"], 2, "must be at least 1"),
     (SECOND, ["--width", "0"], 2, "must be at least 1"), (SECOND, ["--help"], 0, "--width")])
@@ -41,6 +42,13 @@ def test_flags_are_judged_before_torch_is_imported(program, flags, code, words, 
     done = begun(program, *flags, torch="raise SystemExit('torch was imported')", directory=tmp_path)
     assert done.returncode == code and words in done.stdout + done.stderr, done.stderr
     assert code == 0 or done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_a_working_directory_that_was_deleted_is_one_line(tmp_path):
+    code = f"import os, sys; os.rmdir(os.getcwd()); os.execv({sys.executable!r}, ['python', *sys.argv[1:]])"
+    done = subprocess.run([sys.executable, "-c", code, str(ROOT / TRAINER)], cwd=tmp_path, check=False,
+                          capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "directory" in done.stderr, done.stderr
 
 
 @pytest.mark.slow

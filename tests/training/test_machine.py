@@ -69,3 +69,13 @@ def test_free_memory(text, expected, monkeypatch):
     assert machine.free_memory(CPU) == expected
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))
     assert machine.free_memory(torch.device("cuda")) == 5
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    machine.require_cache()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UserError, match="TRITON_CACHE_DIR") as caught:
+        machine.require_cache()
+    assert str(tmp_path / "file" / "cache") in str(caught.value) and caught.value.code == 2

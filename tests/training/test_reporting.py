@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def test_a_step_line():
     training = SimpleNamespace(num_steps=120, batch_size=4, log_every=2)
-    trainer = SimpleNamespace(training=training, step_number=5, world=ALONE)
+    trainer = SimpleNamespace(device=torch.device("cpu"), training=training, step_number=5, world=ALONE)
     timer = SimpleNamespace(seconds=lambda last: np.array(
         [[9.0, 9.0], [0.005, 0.0075], [0.0025, 0.01]])[-last:])
     assert step_line(trainer, torch.tensor(1.25), timer, 10.26) == (
@@ -32,6 +32,13 @@ def test_a_step_line():
     assert "| Memory:    n/a MB |" in step_line(trainer, torch.tensor(1.0), timer, None)
     trainer.world = World(size=2)
     assert " 640.0 samples/sec | Memory" in step_line(trainer, torch.tensor(1), timer, None)
+
+
+@pytest.mark.parametrize("times, slow", [
+    ([1, 1], False), ([1, 1, 2, 2], True), ([1, 1, 2, 2, 2, 2], False), ([2, 2, 1, 1], False),
+    ([1, 1, 2, 2, 1, 1, 2, 2], True)])
+def test_steps_that_get_slow_are_noticed_once(times, slow):
+    assert reporting.slowed(np.array(times), 2) == slow
 
 
 def test_a_loss_that_is_not_finite_is_named_by_its_step():
