@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""Check puzzles: python puzzles/check.py 3 [--answer FILE]
+
+Runs the puzzle's `answer` in Triton's interpreter, or on a GPU if there is one, and compares each element
+with `plain` in float64. In the interpreter it also counts the elements that kernels load and store. On a
+GPU it gives times at a larger size. Exit code 0 if all is right, 1 if not.
+"""
+import contextlib
+import importlib.util
+import os
+import pathlib
+import sys
+import warnings
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from fusion_lab.training import files
+
+files.quiet(__name__)
+
+from fusion_lab.training.files import UserError, counted, exit_code, require_packages
+from fusion_lab.training.flags import Parser
+
+require_packages("check.py", "torch", "triton", listed="requirements-dev.txt")
+
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads where a kernel is defined
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SMALL, LARGE = 2, 64  # sizes of inputs: to check, and to time
+TOLERANCE = 1e-4  # of the largest element of a result; float32 is off by 1e-6, TF32 by 1e-3
+PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")
+
+
+def load(path):
+    """The module of a file. UserError where it does not run."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except Exception as error:  # whatever stands in the user's file
+        raise UserError(f"{path}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def puzzle(number):
+    found = sorted(HERE.glob(f"p{number}_*.py"))
+    if not found:
+        raise UserError(f"there is no puzzle {number}: they are 1 to {len(list(HERE.glob('p*_*.py')))}")
+    return load(found[0])
+
+
+class Counter(TorchDispatchMode):
+    """Counts PyTorch's matrix products."""
+    products = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.products += str(function).startswith(PRODUCTS)
+        return function(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def counting_memory():
+    """Yields {"loaded": elements, "stored": elements} of what the interpreter runs within."""
+    from triton.runtime.interpreter import InterpreterBuilder as builder
+    load, store, counts = builder.create_masked_load, builder.create_masked_store, dict(loaded=0, stored=0)
+
+    def counted_load(self, pointers, mask, *rest):
+        counts["loaded"] += int(mask.data.sum())
+        return load(self, pointers, mask, *rest)
+
+    def counted_store(self, pointers, value, mask, *rest):
+        counts["stored"] += int(mask.data.sum())
+        return store(self, pointers, value, mask, *rest)
+
+    builder.create_masked_load, builder.create_masked_store = counted_load, counted_store
+    try:
+        yield counts
+    finally:
+        builder.create_masked_load, builder.create_masked_store = load, store
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def complaint(result, wanted, place=""):
+    """What is wrong with a tensor, a line; None where nothing is."""
+    if not isinstance(result, torch.Tensor) or result.shape != wanted.shape:
+        shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+        return f"result{place} is {shape}, and should be {tuple(wanted.shape)}"
+    error = (result.double() - wanted).abs()
+    wrong = ~(error <= TOLERANCE * wanted.abs().max())  # NaN is wrong as well
+    if not wrong.any():
+        return None
+    first = tuple(torch.nonzero(wrong)[0].tolist())
+    return (f"{int(wrong.sum())} of {wrong.numel()} elements of result{place} are wrong; the first is "
+            f"{list(first)}: {result[first]:.6g}, and should be {wanted[first]:.6g}; the largest error is "
+            f"{error.max():.3g}")
+
+
+def run(task):
+    """Run the answer once: (complaints, lines of counts)."""
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, within the interpreter: infinity - infinity
+    device = "cuda" if GPU else "cpu"
+    inputs = {name: x.to(device) for name, x in task.inputs(SMALL).items()}
+    wanted = as_tuple(task.plain(**{name: x.double() for name, x in inputs.items()}))
+    memory = contextlib.nullcontext() if GPU else counting_memory()
+    with Counter() as counter, memory as counts:
+        result = as_tuple(task.answer(**inputs))
+    if len(result) != len(wanted):
+        return [f"answer returns {counted(len(result), 'tensor')}, and should return {len(wanted)}"], []
+    several = len(wanted) > 1
+    wrong = [complaint(*pair, f" {number}" if several else "")
+             for number, pair in enumerate(zip(result, wanted, strict=True))]
+    if counter.products > getattr(task, "MOST_PRODUCTS", counter.products):
+        wrong.append(f"{counter.products} matrix products, and should be {task.MOST_PRODUCTS}")
+    lines = []
+    if counts and counts["stored"]:
+        given = sum(x.numel() for x in inputs.values())
+        lines.append(f"kernels load {counts['loaded']:,} elements (the inputs have {given:,}) and store "
+                     f"{counts['stored']:,} (the result has {sum(x.numel() for x in wanted):,})")
+    return [line for line in wrong if line], lines
+
+
+def times(task):
+    """A line: milliseconds at a larger size, of answer, plain and compiled plain, in turn."""
+    from triton.testing import do_bench
+    inputs = {name: x.cuda() for name, x in task.inputs(LARGE).items()}
+    functions = dict(yours=task.answer, plain=task.plain, compiled=torch.compile(task.plain))
+    took = {name: do_bench(lambda function=function: function(**inputs), return_mode="median")
+            for name, function in functions.items()}
+    return "ms on this GPU: " + ", ".join(f"{name} {ms:.4f}" for name, ms in took.items())
+
+
+def check(number, own):
+    """Print what is said of a puzzle; whether it is solved. own: {name: function}, for the puzzle's."""
+    task = puzzle(number)
+    vars(task).update({name: value for name, value in own.items() if name in vars(task)})
+    try:
+        wrong, lines = run(task)
+    except Exception as error:  # of a kernel that somebody is just learning to write
+        wrong, lines = [f"{type(error).__name__}: {error}"], []
+    if not wrong and GPU:
+        lines.append(times(task))
+    print(*wrong, *lines, f"puzzle {number}: {'not yet' if wrong else 'solved'}", sep="\n")
+    return not wrong
+
+
+def main(argv=None):
+    parser = Parser(prog="check.py", description=__doc__)
+    parser.add_argument("numbers", nargs="+", type=int, metavar="N", help="of puzzles")
+    parser.add_argument("--answer", type=pathlib.Path, metavar="FILE",
+                        help="a file whose functions replace those of the same name (default: none)")
+    arguments = parser.parse_args(argv)
+    own = {name: value for name, value in vars(load(arguments.answer)).items()
+           if not name.startswith("__")} if arguments.answer else {}
+    return int(not all([check(number, own) for number in arguments.numbers]))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main, None, "check.py"))
