@@ -6,10 +6,10 @@
     python tiny_openfold_v2.py --verify-accuracy            # the same numbers?
     python tiny_openfold_v2.py --data DIR                   # your alignments
 
-Reading order: FusedEvoformerBlock, then the sub-layers above it in the order it calls them. Fused and plain
-code stand side by side in attend(), in the sub-layers and in PackedProjections (kernels/library/packing.py in
-fusion_lab). What cannot stand so, our Triton kernels for instance, is in proteins/fast_evoformer.py of the
-package tiny_openfold.
+Read FusedEvoformerBlock first, then the sub-layers above it in the order in which it calls them. Fused and
+plain code stand side by side in attend(), in the sub-layers and in PackedProjections, which is in
+fusion_lab/kernels/library/packing.py. What PyTorch cannot show side by side, such as our Triton kernels,
+is in tiny_openfold/proteins/fast_evoformer.py.
 
 Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z channels of `msa` and `pair`,
 H heads, D head width, h hidden width of the outer product mean; attention has R rows of length L. "Alg." is
@@ -149,7 +149,8 @@ def linear(c_in, c_out, bias=True, init="default"):
     if init in ("zero", "gate"):
         nn.init.zeros_(layer.weight)
     else:
-        std = ({"default": 1.0, "relu": 2.0}[init] / c_in) ** 0.5 / 0.87962566  # which truncation takes away
+        # Cutting a normal distribution off at two standard deviations lowers its deviation to 0.88
+        std = ({"default": 1.0, "relu": 2.0}[init] / c_in) ** 0.5 / 0.87962566
         nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
     if bias:
         nn.init.constant_(layer.bias, 1.0 if init == "gate" else 0.0)
@@ -169,7 +170,7 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
         return attention_choice.sdpa_attend(q, k, v, bias)
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, R, H, L, L)
     scores = scores if bias is None else scores + bias[:, None]
-    weights = scores.softmax(dim=-1, dtype=at_least_float32(scores.dtype))  # sums of 16 bits would lose
+    weights = scores.softmax(dim=-1, dtype=at_least_float32(scores.dtype))  # not in 16 bits
     return weights.to(v.dtype) @ v  # (B, R, H, L, D)
 
 
@@ -210,7 +211,7 @@ class GatedAttention(PackedProjections):
         return x.unflatten(-1, (self.heads, -1)).permute((0, 2, 3, 1, 4) if axis == 1 else (0, 1, 3, 2, 4))
 
     def from_heads(self, x, axis):
-        """The reverse."""
+        """(B, rows, H, L, D) -> (B, X, Y, c), the reverse of to_heads()."""
         return x.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
 
 
@@ -307,8 +308,8 @@ class OuterProductMean(PackedProjections):
         return self.output_proj(outer.flatten(-2))
 
     def weight_first(self, sides):
-        """FusionConfig's rule for sides (B, N, S, h). Weight first takes some N / h of the multiplications,
-        by which float32 on a GPU is bound: there it must save half of them."""
+        """FusionConfig's rule for sides (B, N, S, h). With the weight first some N / h of the
+        multiplications remain. They bound float32 on a GPU, so there the order must save half of them."""
         bound_by_multiplications = sides.is_cuda and strict_float32(sides.dtype)
         return (self.fusion.weight_first(*sides.shape[:3])
                 and not (bound_by_multiplications and 2 * sides.shape[1] > sides.shape[3]))
