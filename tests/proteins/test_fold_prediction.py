@@ -176,8 +176,9 @@ def a_page(path, size=24, **changes):
     """(text, atoms, distances)"""
     m, atoms = a_map(size)
     result = dict(residues=size, rows=2, rows_used=2, effective_rows=1.5, plddt=50.0, untested="<few> rows",
-                  low_confidence=[2, 3], relative=dict(name="<i>", e_value=1e-9, trained=True),
-                  trained_on=True, scores=dict(tm_score=0.51, lddt_ca=0.61, rmsd=2.0), model="m.pt",
+                  low_confidence=[2, 3], remarks=["a <prediction>"], trained_on=True,
+                  relative=dict(name="<i>", e_value=1e-9, trained=True),
+                  scores=dict(tm_score=0.51, lddt_ca=0.61, rmsd=2.0), model="m.pt",
                   command="python <x>")
     fold_pictures.write_page(path, m, atoms, np.linspace(20, 95, size), result | changes)
     return path.read_text(encoding="utf-8"), atoms, m.distances
@@ -218,9 +219,9 @@ def test_a_picture_has_the_map_and_the_fold_coloured_by_plddt(tmp_path):
 
 def test_a_page_warns(tmp_path):
     kinds = [re.findall(r'<p class="(\w*)">', a_page(tmp_path / "x.html", **changes)[0]) for changes in (
-        {}, dict(untested="", trained_on=False, scores=None, low_confidence=[],
+        {}, dict(untested="", trained_on=False, scores=None, low_confidence=[], remarks=[],
                  relative=dict(name="a", e_value=1.0, trained=False)))]
-    assert kinds == [["", "warning", "warning", "warning", ""], ["", ""]]
+    assert kinds == [["", "warning", "warning", "warning", "warning", ""], ["", ""]]
 
 
 STAND_IN = """

@@ -57,6 +57,7 @@ def notes(result):
     if 0 < len(result["low_confidence"]) < result["residues"]:
         residues = maps.stretches(result["low_confidence"])
         found.append(("warning", f"Low confidence at residues {residues}: next to no rows tell of them"))
+    found += [("warning", remark) for remark in result["remarks"]]
     if words := kinship(result["relative"]):
         found.append(("" if result["trained_on"] is False else "warning", words))
     if scores := result.get("scores"):

@@ -211,7 +211,8 @@ class Predictor:
             mode=self.mode, name=protein.name, residues=protein.length, rows=len(protein.msa), rows_used=rows,
             extra_rows_used=batch["extra_msa"].shape[1] if "extra_msa" in batch else 0,
             effective_rows=depth.effective, coverage=depth.coverage, untested=depth.untested,
-            columns_left_out=protein.left_out, low_confidence=[residue + 1 for residue in depth.uncertain],
+            columns_left_out=protein.left_out, remarks=[*protein.remarks],
+            low_confidence=[residue + 1 for residue in depth.uncertain],
             trained_on=kin["trained"], relative=kin, model=self.path, command=self.command(path),
             model_config=asdict(config),
             card={key: value for key, value in self.card.items() if key != "sequences"})
