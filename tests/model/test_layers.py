@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.training import options
 from tiny_openfold.proteins.costs import costs
 
@@ -337,17 +336,3 @@ def test_triton_adamw_is_idle_without_master_weights_on_a_gpu(monkeypatch):
     assert idle(use_amp=False, **masters) == ["master weights need --use-amp", *needs]
     monkeypatch.setattr(options, "HAS_TRITON", False)
     assert idle(**masters) == needs
-
-
-def test_flops_are_counted_without_the_compiler():
-    """Of the same switches, by a model that nothing compiles, and that keeps what it makes."""
-    seen, wanted = [], tof.FusionConfig(enable_torch_compile=True, torch_compile_mode="reduce-overhead",
-                                        enable_master_weights=True)
-    settings = dataclasses.replace(tof.PROGRAM.settings(**TINY), fusion=wanted)
-
-    class Seen(tof.TinyOpenFoldV2):
-        def __init__(self, config, fusion):
-            seen.append(fusion)
-            super().__init__(config, fusion)
-    flops_by_sublayer(dataclasses.replace(tof.PROGRAM, model=Seen), settings)
-    assert seen == [dataclasses.replace(wanted, enable_torch_compile=False, torch_compile_mode="default")]

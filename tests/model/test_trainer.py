@@ -1,16 +1,17 @@
-"""What the model and its trainer hand on, to recorders: to a compiler, to attention's choice, to a graph."""
+"""What the model and its trainer hand on: to a compiler, to the attention that was chosen, to a graph."""
 import dataclasses
 
 import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training.files import UserError
 from tests.model.test_layers import CPU, trainer_of
 from tiny_openfold.proteins.batches import SyntheticProteins
 
 SMALL = tof.TinyOpenFoldConfig(num_blocks=1, msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=3,
                                outer_product_dim=4)
+
+
 def block_of(fusion):
     return tof.FusedEvoformerBlock(SMALL, fusion)
 
@@ -57,22 +58,6 @@ def test_which_projections_are_one_gemm(switches, packed):
     assert {name: tuple(getattr(block, name).packings) for name in NONE} == {**NONE, **packed}
 
 
-# --- To the choice of attention, to losses ----------------------------------------------------------------
-
-def test_what_the_choice_of_attention_hears(monkeypatch):
-    heard, plain = [], dict(on_gpu=False, dtype=torch.float32, strict=True, width=4, length=5, biased=True,
-                            training=True, arch="arch of False")
-    monkeypatch.setattr(tof.attention_choice, "architecture", lambda on_gpu: f"arch of {on_gpu}")
-    monkeypatch.setattr(tof.attention_choice, "attention_backend",
-                        lambda *given, **named: heard.append((*given, named)) or "math")
-    q = torch.randn(1, 2, 3, 5, 4)
-    tof.attend(q, q, q, torch.zeros(1, 3, 5, 5), backend="flex")
-    with torch.no_grad():
-        tof.attend(q.bfloat16(), q.bfloat16(), q.bfloat16())
-    assert heard == [("flex", plain), ("auto", {**plain, "dtype": torch.bfloat16, "strict": False,
-                                                "biased": False, "training": False})]
-
-
 @pytest.mark.parametrize("chosen", ["math", "sdpa", "flex"])
 def test_the_chosen_attention_is_what_runs(chosen, monkeypatch):
     ran, sdpa = [], tof.F.scaled_dot_product_attention
@@ -98,8 +83,6 @@ def test_of_how_many_pairs_and_letters_losses_are_means():
     assert count(**coords, **letters, seq_mask=None).tolist() == [10, 3]
 
 
-# --- To a graph, to modes ----------------------------------------------------------------
-
 def test_a_graph_is_captured_once_and_marks_every_phase(monkeypatch):
     trainer, events = trainer_of(ema_decay=0.5), []
     trainer.use_graph, batch = True, SyntheticProteins(trainer.settings).batch(0)
@@ -115,30 +98,3 @@ def test_a_graph_is_captured_once_and_marks_every_phase(monkeypatch):
         assert trainer.step(batch, lambda: events.append("mark")) == 2.5
     assert events == ["captured", *2 * ["replayed", *3 * ["mark"]]] and trainer.average.steps == 2
     assert all(map(torch.equal, before, trainer.weights.tensors))
-
-
-def flags(tmp_path):
-    return ["--device", "cpu", "--profile-dir", str(tmp_path), "--num-blocks", "1"]
-
-
-def test_modes_are_given_the_program_and_its_settings(tmp_path, monkeypatch):
-    def note(name):
-        return lambda program, settings, *given: (name, settings.model.num_blocks, *given)
-    for module, name in ((tof.accuracy, "validate_setup"), (tof.accuracy, "verify_accuracy"),
-                         (tof.retune, "retune"), (tof, "compare_fusion")):
-        monkeypatch.setattr(module, name, note(name))
-    program = dataclasses.replace(tof.PROGRAM, modes={"--contacts": note("contacts")})
-    asked = ["--validate-setup", "--verify-accuracy", "--retune"]
-    assert [tof.run([*flags(tmp_path), mode], program) for mode in asked] == [
-        (name, 1) for name in ("validate_setup", "verify_accuracy", "retune")]
-    assert tof.run(["--contacts", "x.a3m"], program) == ("contacts", 4)
-    compare = [*flags(tmp_path), "--compare-fusion"]
-    for words, given in (([], (None, None)), (["--num-steps", "50"], (None, 50)),
-                         (["--variants", "fused", "--num-steps", "9"], ("fused", 9))):
-        assert tof.run([*compare, *words], program) == ("compare_fusion", 1, *given)
-    for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "0202", strict=True):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "a")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(UserError, match="^--retune is for one process, and torchrun started 2"):
-        tof.run([*flags(tmp_path), "--retune"], program)
