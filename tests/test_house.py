@@ -1,11 +1,11 @@
 """The house: imports run one way; the lab serves any program, and the programs there are keep to the seam."""
 import ast
+import contextlib
 import dataclasses
+import graphlib
 import importlib
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import run_pytorch_profiler
 from fusion_lab.measuring import accuracy, compare
 from fusion_lab.measuring.variants import with_fusion
 from fusion_lab.training.checkpoints import restore, snapshot
-from fusion_lab.training.files import UserError
 from fusion_lab.training.program import PARTS, load_program
 from tests.support import ROOT, last_json, run_program
 
@@ -29,7 +29,7 @@ PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(wi
                                                dropout=0.0),
             "companions/tiny_llama.py": dict(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
                                              num_kv_heads=1, seq_len=16, data=str(ROOT / "README.md"))}
-LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, num_blocks=2, seq_len=48),  # for a session
+LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, seq_len=48),  # for a session
           "tests/second_program.py": dict(width=512, batch_size=512),
           "companions/protein_mpnn.py": dict(hidden_dim=128, num_layers=2, neighbors=32, seq_len=64),
           "companions/tiny_llama.py": dict(hidden_size=512, intermediate_size=1024, num_layers=8, seq_len=64)}
@@ -43,13 +43,19 @@ PACKAGES = ("fusion_lab", "tiny_openfold", "companions", "benchmarks")
 STANDARD_LIBRARY_ONLY = ("fusion_lab.rocm",)  # beside what needs no torch of the floors below
 
 
+def sources(*packages):
+    """(path, syntax tree) of each Python file in the root and in these folders."""
+    for file in [*ROOT.glob("*.py"), *(f for d in packages for f in sorted((ROOT / d).rglob("*.py")))]:
+        yield file, ast.parse(file.read_text(encoding="utf-8"))
+
+
 def modules():
     """{dotted name: imported dotted names, those within functions too} of the whole project."""
     found = {}
-    for file in [*ROOT.glob("*.py"), *(f for d in PACKAGES for f in (ROOT / d).rglob("*.py"))]:
+    for file, tree in sources(*PACKAGES):
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         found[name] = imported = set()
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -83,18 +89,7 @@ def test_no_import_runs_up_and_none_in_a_circle():
                 assert within(other, "fusion_lab"), f"{name} imports {other}: the lab knows no model"
             if not within(name, "benchmarks") and not within(name, "companions"):
                 assert not within(other, "companions"), f"{name} imports {other}: nothing needs a companion"
-    done, path = set(), []
-
-    def visit(name):
-        assert name not in path, f"circle: {' -> '.join([*path, name])}"
-        if name not in done:
-            path.append(name)
-            for other in graph[name]:
-                visit(other)
-            done.add(path.pop())
-
-    for name in graph:
-        visit(name)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_amd_wrappers_need_neither_torch_nor_numpy():
@@ -105,14 +100,43 @@ def test_amd_wrappers_need_neither_torch_nor_numpy():
     assert done.returncode == 0 and len(names) > 4, done.stderr
 
 
+def test_kernels_need_torch_and_triton_alone():
+    needed = set()
+    for file, tree in sources("fusion_lab"):
+        if ROOT / "fusion_lab" / "kernels" in file.parents:
+            needed |= {(node.module if isinstance(node, ast.ImportFrom) else alias.name).partition(".")[0]
+                       for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+                       for alias in node.names}
+    assert needed - sys.stdlib_module_names == {"torch", "triton", "fusion_lab"}
+    inner = {name: imported for name, imported in modules().items() if within(name, "fusion_lab.kernels")}
+    assert all(within(other, "fusion_lab.kernels") for imported in inner.values() for other in imported)
+
+
+def test_functions_files_and_signatures_stay_small():
+    """What travels together is one named thing; kernels take their operands one by one."""
+    large = []
+    for file, tree in sources(*PACKAGES, "tests"):
+        length = file.read_text(encoding="utf-8").count("\n")
+        limit = 700 if ROOT / "tests" in file.parents else 850 if file.name == "tiny_openfold_v2.py" else 500
+        large += [f"{file.relative_to(ROOT)}: {length} lines"] * (length > limit)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                lines, given = node.end_lineno - node.lineno, len(node.args.posonlyargs + node.args.args)
+                if lines >= 60 or given > 10 and "kernels" not in file.parts:
+                    large.append(f"{file.relative_to(ROOT)}: {node.name}, {lines} lines, {given} arguments")
+    assert large == []
+
+
 WORDS = re.compile(r"evoformer|msa|triangle|residue|protein|seq_len|num_seqs|outer_product|alphafold", re.I)
+
 
 def test_the_lab_names_nothing_of_the_evoformer():
     """In code, that is: docstrings and comments may give examples. Kernels bear the names of the algorithms
     that they are."""
-    found, lab = [], ROOT / "fusion_lab"
-    for path in sorted(path for path in lab.rglob("*.py") if lab / "kernels" not in path.parents):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = []
+    for path, tree in sources("fusion_lab"):
+        if ROOT / "fusion_lab" not in path.parents or ROOT / "fusion_lab" / "kernels" in path.parents:
+            continue
         docstrings = {id(node.body[0].value) for node in ast.walk(tree)
                       if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and node.body
                       and isinstance(node.body[0], ast.Expr)}
@@ -125,50 +149,29 @@ def test_the_lab_names_nothing_of_the_evoformer():
     assert found == []
 
 
-def names_used(tree):
-    """{(module's name, attribute)} of attributes of this project's modules in a file."""
-    modules = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules.update({alias.asname: alias.name for alias in node.names if alias.asname})
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules.update({alias.asname or alias.name: f"{node.module}.{alias.name}"
-                            for alias in node.names})
-    ours = {alias: name for alias, name in modules.items()
-            if name.split(".")[0] in {"fusion_lab", "tiny_openfold", "companions", "tiny_openfold_v2"}}
-    return {(ours[node.value.id], node.attr) for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name) and node.value.id in ours}
-
-
 def test_tests_that_only_a_gpu_runs_name_what_is_there():
     """A renamed function is found in CI, where these tests are skipped."""
     missing = []
-    for path in sorted((ROOT / "tests").rglob("test_*gpu.py")):
-        for module, attribute in names_used(ast.parse(path.read_text(encoding="utf-8"))):
-            try:
-                found = importlib.import_module(module)
-            except ModuleNotFoundError:  # a class or function, not a module
-                continue
-            missing += [f"{path.name}: {module}.{attribute}"] * (not hasattr(found, attribute))
+    for path, tree in sources("tests"):
+        if not path.name.endswith("gpu.py"):
+            continue
+        ours = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom) and node.module
+                and node.module.split(".")[0] in PACKAGES for alias in node.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ours:
+                with contextlib.suppress(ModuleNotFoundError):  # of a class or function, which is no module
+                    found = importlib.import_module(ours[node.value.id])
+                    if not hasattr(found, node.attr):
+                        missing.append(f"{path.name}: {found.__name__}.{node.attr}")
     assert missing == []
 
 
 # Conformance: every program keeps to the seam
 
 
-PROGRAMS = {file: sizes for file, sizes in PROGRAMS.items() if (ROOT / file).exists()}  # companions may go
-SLOW_FOR_COMPANIONS = [pytest.param(file, marks=pytest.mark.slow) if file.startswith("companions/") else file
-                       for file in PROGRAMS]
-
-
 @pytest.fixture(params=PROGRAMS)
 def program(request):
-    return load_program(ROOT / request.param)
-
-
-@pytest.fixture(params=SLOW_FOR_COMPANIONS)
-def started(request):
-    """A program for tests that take their time."""
     return load_program(ROOT / request.param)
 
 
@@ -285,8 +288,8 @@ def test_accuracy_passes_and_catches_a_generic_mutant(program):
         assert accuracy.compare_numerics(broken, settings, CPU)[1] != [], sublayer
 
 
-def test_comparison_runs(started):
-    program, settings = started, small(started)
+def test_comparison_runs(program):
+    settings = small(program)
     found = compare.compare(program, settings, "fused", 2)
     assert all(row.measured and row.launches_per_step > 5 for row in found.rows)
     assert found.as_dict()["config"] == dataclasses.asdict(settings.model)
@@ -296,65 +299,33 @@ def as_flags(values):
     return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
 
 
-def flags_of(program):
-    flags = as_flags(sizes_of(program))
-    return ["--program", program.file, *flags, "--batch-size", "4", "--device", "cpu", "--warmup-steps", "1"]
+@pytest.mark.slow
+def test_a_profiler_session_attributes_nine_tenths_of_forward_to_sublayers(program, tmp_path, capsys):
+    flags = as_flags(sizes_of(program) | dict(batch_size=4) | sizes_of(program, LARGER))
+    session = ["--warmup-steps", "1", "--profile-steps", "3", "--profile-dir", str(tmp_path / "p")]
+    assert run_pytorch_profiler.run(["--program", program.file, *flags, "--device", "cpu", *session]) == 0
+    entries = last_json(capsys.readouterr().out)["sublayers"]
+    assert {entry["name"] for entry in entries} == {*program.model.SUBLAYERS, "rest"}
+    forward = [(entry["total_us"], entry["name"]) for entry in entries if entry["direction"] == "forward"]
+    assert sum(us for us, name in forward if name != "rest") > 0.9 * sum(us for us, _ in forward)
 
 
 @pytest.mark.slow
-def test_a_profiler_session_attributes_nine_tenths_of_forward_to_sublayers(program, tmp_path):
-    large = sizes_of(program, LARGER)
-    flags = as_flags(large)
-    result = run_program("run_pytorch_profiler.py", *flags_of(program), *flags, "--profile-dir",
-                         tmp_path / "p", "--profile-steps", "3", "--roofline")
-    assert result.returncode == 0, result.stderr + result.stdout
-    analysis = json.loads((tmp_path / "p" / "fusion_analysis.json").read_text())
-    names = {entry["name"] for entry in analysis["sublayers"]}
-    assert names == {*program.model.SUBLAYERS, "rest"}
-    assert len(analysis["roofline"]) == len(program.model.SUBLAYERS)
-    forward = {kind: sum(e["total_us"] for e in analysis["sublayers"] if e["direction"] == "forward"
-                         and (e["name"] == "rest") == (kind == "rest")) for kind in ("rest", "within")}
-    assert forward["within"] > 0.9 * sum(forward.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rocprofv3", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "rocprof_sys", "rocprof_compute"))])
-def test_amd_wrappers_show_their_commands_for_the_second_program(name, tmp_path):
-    done = run([ROOT / f"run_{name}.sh", "--dry-run", "--program", SECOND, "--width", "64"], tmp_path)
-    assert done.returncode == 0 and "--width" in done.stdout, done.stderr
-    assert "--seq-len" not in done.stdout
-
-
-def test_amd_wrappers_let_the_program_judge_its_flags(started, tmp_path):
-    flags = ["--dry-run", "--program", started.file]
-    done = run([ROOT / "run_rocprofv3.sh", *flags, "--batch-size", "0"], tmp_path)
-    assert done.returncode == 2 and "--batch-size" in done.stderr, done.stdout + done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
-
-
-@pytest.mark.slow
-def test_a_quick_session_asks_for_sizes_that_the_program_has(started, tmp_path):
-    done = run([ROOT / "run_all_profilers.sh", "--dry-run", "--quick", "--only", "pytorch", "--program",
-                started.file], tmp_path)
-    assert done.returncode == 0 and "--num-steps 3" in done.stdout, done.stderr
-    assert ("--seq-len" in done.stdout) is hasattr(started.model_config(), "seq_len")
+def test_amd_wrappers_profile_the_second_program(tmp_path):
+    """Which judges its flags, and has no size that it does not know."""
+    wrapper, quick = ROOT / "run_rocprofv3.sh", ["--quick", "--only", "pytorch"]
+    done = run([wrapper, "--dry-run", "--program", SECOND, "--batch-size", "0"], tmp_path)
+    assert done.returncode == 2 and "--batch-size" in done.stderr and done.stderr.count("\n") == 1
+    for started in ([wrapper], [ROOT / "run_all_profilers.sh", *quick]):
+        done = run([*started, "--dry-run", "--program", SECOND, "--width", "64"], tmp_path)
+        assert done.returncode == 0 and "--width 64" in done.stdout, done.stderr
+        assert "--num-steps" in done.stdout and "--seq-len" not in done.stdout
 
 
 def test_a_file_without_a_program_is_one_line(tmp_path):
-    empty = tmp_path / "empty.py"
-    empty.write_text("")
-    for file, words in ((empty, "has no PROGRAM"), (tmp_path / "absent.py", "no such Python file")):
-        with pytest.raises(UserError, match=words):
-            load_program(file)
-        result = run_program("tiny_openfold_v2.py", "--program", file)
-        assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1
-
-
-def test_a_program_may_have_any_file_name(tmp_path):
-    for name in ("my.model 2.py", "json.py"):
-        file = shutil.copy(SECOND, tmp_path / name)
-        assert load_program(file).name == name
+    (tmp_path / "empty.py").touch()
+    result = run_program("tiny_openfold_v2.py", "--program", tmp_path / "empty.py")
+    assert result.returncode == 2 and "empty.py" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_flags_are_judged_and_shown():
@@ -363,22 +334,3 @@ def test_flags_are_judged_and_shown():
     assert result.returncode == 0 and result.stdout.count("\n") == 1 and result.stderr == ""
     assert found["config"]["seq_len"] == 32 and not any(v is True for v in found["fusion_config"].values())
     assert found["torch"] == torch.__version__ and found["summary"] == "performance_summary_v2.json"
-    result = run_program("tiny_openfold_v2.py", "--check-flags", "--seq-len", 0)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stdout == ""
-
-
-@pytest.mark.slow
-def test_without_companions_all_else_is_whole(tmp_path):
-    """Tests of companions are skipped then, and those of the house find no fewer than two programs."""
-    for path in run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], ROOT).stdout.split():
-        if not path.startswith(("companions/", "benchmarks/results/")) and (ROOT / path).is_file():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / path, tmp_path / path)
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--assert=plain"]
-    done = run([*tests, "--collect-only", "tests"], tmp_path)
-    assert done.returncode == 0 and "[companions/" not in done.stdout, done.stdout[-2000:] + done.stderr
-    house = ["tests/test_house.py", "tests/companions", "tests/programs/test_benchmarks.py"]
-    done = run([*tests, "-m", "", *house, "-k", "record or import or seed or refuse"], tmp_path)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    done = run([sys.executable, "tiny_openfold_v2.py", "--check-flags"], tmp_path)
-    assert done.returncode == 0, done.stderr
