@@ -18,17 +18,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 PATIENCE = 300  # s, on any machine under any load; only what hangs is kept waiting so long
-# A program that is killed while it writes argv[1].
-KILLED_WRITER = f"""
-import os, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-from fusion_lab.training import files
-def write(file):
-    file.write(b"half of the new checkpoint")
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-files.write_atomically(sys.argv[1], write)
-"""
 
 
 def require_shared(*parts):

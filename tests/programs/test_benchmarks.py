@@ -23,12 +23,24 @@ def run(program, *flags, **environment):
                           env={**os.environ, **environment}, capture_output=True, check=False)
 
 
+EACH_HELP = """
+import contextlib, io, runpy, sys
+for program in sys.argv[1:]:
+    sys.argv, said = [program, "--help"], io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(said):
+        runpy.run_path(program, run_name="__main__")
+    assert "usage: " in said.getvalue(), program
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("program", sorted(path.name for path in (ROOT / "benchmarks").glob("*.py")
-                                           if path.name not in ("ladder_rung.py", "peers_cases.py")))
-def test_every_program_says_what_it_needs(program):
-    done = run(program, "--help")
-    assert done.returncode == 0 and "usage: " in done.stdout and "--help" in done.stdout
+def test_every_program_says_what_it_needs():
+    """In one process, which imports torch once."""
+    programs = {*(ROOT / "benchmarks").glob("*.py")} - {ROOT / "benchmarks" / name for name in (
+        "ladder_rung.py", "peers_cases.py")}
+    done = subprocess.run([sys.executable, "-c", EACH_HELP, *map(str, programs)], capture_output=True,
+                          text=True, check=False, cwd=ROOT / "benchmarks")
+    assert done.returncode == 0 and len(programs) > 5, done.stderr
 
 
 @pytest.mark.slow
@@ -87,25 +99,23 @@ def test_a_part_that_seems_slower_than_the_whole_is_refused():
         peers.refuse(dict(row, kernels=[("other", 1.0)]), peer)
 
 
-def test_contenders_warm_up_alone_and_race_in_turn(monkeypatch):
-    steps, now = [], iter(range(1000))
+def test_contenders_take_turns(monkeypatch):
+    """Steps of 5 and of 2 s, and a clock that takes one to be read."""
+    now = iter(range(1000))
 
-    def made(name, seconds):
+    def made(seconds):
         def step(batch):
-            steps.append((name, batch["x"].item()))
             for _ in range(seconds):
                 next(now)
             return torch.tensor(float(seconds))
         return types.SimpleNamespace(step=step)
     monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(next(now)))
-    contenders = dict(slow=lambda: made("slow", 5), fast=lambda: made("fast", 2), absent=lambda: 1 / 0)
-    rows = contest.measured(contenders, "", dict(x=torch.tensor(7)), torch.device("cpu"), 3)
-    assert steps[:8] == [("slow", 7)] * 4 + [("fast", 7)] * 4
-    assert [name for name, _ in steps[8:]] == ["slow"] * 2 + ["fast"] * 4 + ["slow"] * 4 + ["fast"] * 2
+    contenders = dict(slow=lambda: made(5), fast=lambda: made(2), absent=lambda: 1 / 0)
+    rows = contest.measured(contenders, "", {}, torch.device("cpu"), 3)
     assert [(row["p20"], row["median"], row["p80"]) for row in rows[:2]] == [(6,) * 3, (3,) * 3]
     assert rows[2] == dict(name="absent", reason="ZeroDivisionError: division by zero")
     assert re.search(r"6000.00 \(6000.00, 6000.00\) +n/a", contest.table("float32", rows))
-    with pytest.raises(files.UserError, match="no contender has such a name"):
+    with pytest.raises(files.UserError, match="--only nothing"):
         contest.measured(contenders, "nothing", {}, torch.device("cpu"), 3)
 
 
@@ -196,8 +206,6 @@ def test_patched_layers_that_are_wrong_or_absent():
     ("compare_llama", "--hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1"),
     ("compare_mpnn", "--hidden-dim 16 --num-layers 1 --neighbors 6")])
 def test_companions_beside_their_peers(program, flags, tmp_path):
-    if not (ROOT / "companions").exists():
-        pytest.skip("companions were deleted")
     flags = f"{flags} --seq-len 16 --batch-size 1 --steps 2 --device cpu".split()
     done = run(f"{program}.py", *flags, "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -205,19 +213,15 @@ def test_companions_beside_their_peers(program, flags, tmp_path):
     for rows in found.get("tables", dict(bfloat16=found.get("rows"))).values():
         times = {row["name"]: row["median"] for row in rows}
         assert {"ours, baseline", "ours, fused"} <= times.keys() and min(times.values()) > 0
-    done = run(f"{program}.py", *flags, "--only", "nothing", "--out", tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--only nothing" in done.stderr
 
 
 @pytest.mark.slow
 def test_ranks(tmp_path):
-    done = run("measure_ranks.py", "--quick", "--steps", 3, "--lengths", 16, "--only", "A|S 16",
-               "--out", tmp_path)
+    done = run("measure_ranks.py", "--quick", "--steps", 3, "--lengths", 16, "--only", "A", "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "ranks.json").read_text())["rows"]
-    assert [(row["name"], row["gpus"]) for row in rows] == [("A", 1), ("A", 2), ("S 16", 1)]
-    assert all(row["median_ms"] > 0 for row in rows)
-    for row in rows[:2]:
+    assert [(row["name"], row["gpus"]) for row in rows] == [("A", 1), ("A", 2)]
+    for row in rows:
         assert row["samples_per_s"] == pytest.approx(1e3 * row["gpus"] * 2 / row["median_ms"])
 
 

@@ -81,13 +81,8 @@ def test_a_rank_that_dies_ends_all_within_a_minute(tmp_path):
     assert torch.load(tmp_path / "two.pt")["step"] == 2
 
 
-def there(*files):
-    """Those of these programs that there are: companions may go."""
-    return [file for file in files if (ROOT / file).exists()]
-
-
-@pytest.mark.parametrize("file", there("tiny_openfold_v2.py", "tests/second_program.py",
-                                       "companions/protein_mpnn.py", "companions/tiny_llama.py"))
+@pytest.mark.parametrize("file", ["tiny_openfold_v2.py", "tests/second_program.py",
+                                  "companions/protein_mpnn.py", "companions/tiny_llama.py"])
 def test_the_samples_of_all_ranks_are_those_of_one_process(file):
     program = load_program(ROOT / file)
     source = program.data(program.settings(batch_size=6, device="cpu"))
@@ -96,7 +91,7 @@ def test_the_samples_of_all_ranks_are_those_of_one_process(file):
         assert all(torch.equal(whole[key], torch.cat([part[key] for part in parts])) for key in whole)
 
 
-@pytest.mark.parametrize("file", there("tiny_openfold_v2.py", "companions/protein_mpnn.py"))
+@pytest.mark.parametrize("file", ["tiny_openfold_v2.py", "companions/protein_mpnn.py"])
 def test_a_loss_is_that_of_its_parts_by_their_counts(file):
     program = load_program(ROOT / file)
     settings = program.settings(batch_size=3, device="cpu")

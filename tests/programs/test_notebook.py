@@ -1,5 +1,4 @@
 """The notebook of the first hour: plain, and it runs as in a kernel, without Jupyter."""
-import ast
 import json
 import os
 import subprocess
@@ -27,18 +26,9 @@ for number, source in enumerate(json.load(sys.stdin)):
 """
 
 
-def test_it_is_a_plain_notebook_without_outputs():
-    assert (BOOK["nbformat"], BOOK["nbformat_minor"]) == (4, 5)
-    assert len({cell["id"] for cell in BOOK["cells"]}) == len(BOOK["cells"])
-    for cell in BOOK["cells"]:
-        if cell["cell_type"] == "code":
-            assert cell["outputs"] == [] and cell["execution_count"] is None
-    for source in CELLS:
-        if source.startswith("!"):
-            assert source.startswith("!{python} ")
-            assert source.count("\n") == source.count("\\\n")  # one command
-        else:
-            ast.parse(source)
+def test_it_has_no_stored_outputs():
+    assert BOOK["nbformat"] == 4 and len({cell["id"] for cell in BOOK["cells"]}) == len(BOOK["cells"])
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in BOOK["cells"])
 
 
 @pytest.mark.slow

@@ -1,15 +1,11 @@
 """The README's plot and table: what benchmarks/plot_results.py reads from the raw files, digit by digit."""
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-plot_results = pytest.importorskip("plot_results")
-if not plot_results.RESULTS.exists():
-    pytest.skip("raw results were deleted", allow_module_level=True)
+from benchmarks import plot_results
+from tests.support import ROOT
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

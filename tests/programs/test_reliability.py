@@ -1,6 +1,5 @@
-"""Nothing lost, nothing silently wrong: Ctrl-C, kills, names, earlier results."""
+"""Nothing lost: earlier results, other people's files, two runs at once, a second Ctrl-C."""
 import dataclasses
-import io
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ from fusion_lab.training.checkpoints import read_checkpoint
 from fusion_lab.training.evaluations import Evaluation
 from tests.second_program import PROGRAM as SMALL_PROGRAM
 from tests.second_program import Numbers
-from tests.support import PATIENCE, ROOT
+from tests.support import PATIENCE, ROOT, last_json
 
 SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
          "--num-seqs 4 --seq-len 8 --batch-size 1 --warmup-steps 0 --num-steps 2 --device cpu").split()
@@ -23,26 +22,6 @@ SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 -
 
 def train(directory, *flags):
     return tof.main([*SMALL, "--profile-dir", str(directory / "p"), *map(str, flags)])
-
-
-def train_small(directory, *flags, data):
-    """The small program, with other data."""
-    return tof.main([*"--width 4 --num-steps 2 --warmup-steps 0 --device cpu --profile-dir".split(),
-                     str(directory / "p"), *map(str, flags)],
-                    dataclasses.replace(SMALL_PROGRAM, data=data))
-
-
-class Unlucky(Numbers):
-    def evaluate(self, trainer, stop, final=False):
-        if final:
-            raise RuntimeError("no map today")
-
-
-def test_a_failing_evaluation_leaves_the_summary(tmp_path):
-    with pytest.raises(RuntimeError, match="no map today"):
-        train_small(tmp_path, data=Unlucky)
-    summary, = (tmp_path / "p").glob("performance_summary*.json")
-    assert json.loads(summary.read_text())["training_params"]["num_steps"] == 2
 
 
 @pytest.mark.parametrize("text", ['{"version": "v1"', '{"performance_summary": null}',
@@ -53,38 +32,6 @@ def test_an_earlier_summary_is_judged_before_the_training(text, tmp_path, capsys
     error = capsys.readouterr().err
     assert "v1.json" in error and error.count("\n") == 1 and not (tmp_path / "p").exists()
 
-
-def written(stream):
-    stream.seek(0)
-    return stream.buffer.read().decode(errors="surrogateescape")
-
-
-def test_names_of_any_bytes(tmp_path, monkeypatch):
-    """Where the terminal takes UTF-8 only: names that are none, that break lines, that are mathematics."""
-    pytest.importorskip("gemmi")
-    from tests.proteins.structures import model
-    place = tmp_path / os.fsdecode(b"dir \xe9\nx")
-    place.mkdir()
-    for name, letters in ((b"a$^$b", "MKTAYIAKQRQISFVKSHFS"), (b"\xe9\n", "GSWEDLKRTPYCHNMQVIFA")):
-        (place / os.fsdecode(name + b".a3m")).write_text(f">q\n{letters}\n")
-        (place / os.fsdecode(name + b".pdb")).write_text("\n".join([*model(letters), "END", ""]))
-    (place / os.fsdecode(b"\xe8\n.a3m")).touch()
-    flags = [*SMALL, "--data", str(place), "--profile-dir", str(place / "p"), "--save-checkpoint",
-             str(place / "c.pt")]
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8", "strict"))
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace"))
-    assert tof.main([*flags, "--holdout", "a$^$b", "--plot-contacts", str(place / "maps")]) == 0
-    text, error = written(sys.stdout), written(sys.stderr)
-    assert error == ""
-    assert r"\udce8\n.a3m" in text  # left out, on one line
-    assert json.loads(text.splitlines()[-1])["summary_file"] == str(place / "p/performance_summary_v2.json")
-    assert (place / "maps" / "a$^$b.png").exists()
-    assert tof.main([*flags, "--holdout", os.fsdecode(b"\xff")]) == 2
-    error = written(sys.stderr)
-    assert error.count("\n") == 1 and r"--holdout \udcff: no such family in" in error and r"\udce9\n" in error
-
-
-# --- Files -------------------------------------------------------------------------------------------------
 
 FOREIGN = {"victim.a3m": b">q\nMKTAYIAK\n", "other.pt": None, "empty.pt": b""}
 
@@ -102,8 +49,23 @@ class Worsening(Choosing):
 
 
 def train_chooser(directory, *flags, data=Choosing):
-    """With evaluations that choose."""
-    return train_small(directory, *flags, data=data)
+    """The small program, with evaluations that choose."""
+    return tof.main([*"--width 4 --num-steps 2 --warmup-steps 0 --device cpu --profile-dir".split(),
+                     str(directory / "p"), *map(str, flags)],
+                    dataclasses.replace(SMALL_PROGRAM, data=data))
+
+
+class Unlucky(Numbers):
+    def evaluate(self, trainer, stop, final=False):
+        if final:
+            raise RuntimeError("no map today")
+
+
+def test_a_failing_evaluation_leaves_the_summary(tmp_path):
+    with pytest.raises(RuntimeError, match="no map today"):
+        train_chooser(tmp_path, data=Unlucky)
+    summary, = (tmp_path / "p").glob("performance_summary*.json")
+    assert json.loads(summary.read_text())["training_params"]["num_steps"] == 2
 
 
 @pytest.mark.parametrize("flag", ["--save-checkpoint", "--save-best"])
@@ -166,27 +128,13 @@ def test_a_start_that_is_refused_moves_nothing(tmp_path):
         assert sorted(os.listdir(tmp_path)) == ["c.pt", "p", "x.pt"] and foreign.read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 damaged", "a directory", "foreign"])
-def test_a_file_that_cannot_be_resumed_is_one_line(content, tmp_path, capsys):
-    path = tmp_path / "c.pt"
-    if content == "a directory":
-        path.mkdir()
-    elif content == "foreign":
-        torch.save(dict(weight=torch.zeros(3)), path)
-    else:
-        path.write_bytes(content)
-    assert train(tmp_path, "--resume", path) == 2
-    error = capsys.readouterr().err
-    assert "c.pt" in error and error.count("\n") == 1 and os.listdir(tmp_path) == ["c.pt"]
-
-
 @pytest.fixture
-def first_run(tmp_path):
-    """A run in another process that goes on until the test ends."""
+def endless(tmp_path):
+    """A run in another process that has made its first step and goes on."""
     command = [sys.executable, "-u", str(ROOT / "tiny_openfold_v2.py"), *SMALL, "--num-steps", "100000",
                "--log-every", "1", "--profile-dir", str(tmp_path / "p"), "--save-checkpoint",
                str(tmp_path / "c.pt")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert any(line.startswith("Step ") for line in process.stdout)
             yield process
@@ -194,53 +142,32 @@ def first_run(tmp_path):
             process.kill()
 
 
-def test_a_second_run_in_the_same_directory_or_file_is_refused(first_run, tmp_path, capsys):
-    """Even by force; once the first one was killed, nothing is in the way."""
-    free = tmp_path / "free"
+def test_two_runs_never_mix_and_a_signal_finishes_the_step_and_saves(endless, tmp_path, capsys):
+    """A second run in the directory or with the checkpoint of the first is refused, by force, too; once the
+    first has ended, nothing is in the way."""
     for place, flags in ((tmp_path, ["--force"]), (tmp_path, []),
-                         (free, ["--save-checkpoint", tmp_path / "c.pt"])):
+                         (tmp_path / "free", ["--save-checkpoint", tmp_path / "c.pt"])):
         assert train(place, *flags) == 2
-        error = capsys.readouterr().err
-        assert "another run is writing into it" in error and error.count("\n") == 1
-    assert first_run.poll() is None and not list(tmp_path.glob("*.old-*"))
-    first_run.kill()
-    first_run.wait(PATIENCE)
+        assert capsys.readouterr().err.count("\n") == 1
+    assert endless.poll() is None and not list(tmp_path.glob("*.old-*"))
+    endless.send_signal(signal.SIGTERM)
+    out, err = endless.communicate(timeout=PATIENCE)
+    assert endless.returncode == 143 and "Traceback" not in err
+    done = torch.load(tmp_path / "c.pt", weights_only=True)["step"]
+    assert done == last_json(out)["performance_summary"]["total_samples"] > 0
+    assert f"Interrupted at step {done} of 100000\n" in out and "c.pt --num-steps 100000\n" in out
+    assert sorted(os.listdir(tmp_path)) == ["c.pt", "free", "p"]  # no lock, no half a file
     assert train(tmp_path, "--force", "--save-checkpoint", tmp_path / "c.pt") == 0
 
 
-# --- Ctrl-C and kills --------------------------------------------------------------------------------------
-
-PROGRAMS = {  # a program, and a module that it imports after quiet()
-    "run_pytorch_profiler.py": "torch", "profile_summary.py": "csv", "run_rocprofv3.sh": "csv",
-    "launch_performance_study.sh": "torch"}
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_ctrl_c_while_modules_are_imported(program, tmp_path):
-    (tmp_path / f"{PROGRAMS[program]}.py").write_text(
-        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(9)")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHON": sys.executable}
-    command = [str(ROOT / program)] if program.endswith(".sh") else [sys.executable, str(ROOT / program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 130 and done.stderr == "interrupted\n"
-
-
 @pytest.mark.slow
-def test_results_of_an_interrupted_program_are_whole(tmp_path):
+def test_results_of_a_run_that_is_interrupted_twice_are_whole(endless, tmp_path):
     """The second Ctrl-C comes at once, in the middle of whatever the first one began."""
-    path = tmp_path / "c.pt"
-    command = [sys.executable, "-u", str(ROOT / "tiny_openfold_v2.py"), *SMALL, "--num-steps", "100000",
-               "--log-every", "1", "--profile-dir", str(tmp_path / "p"), "--save-checkpoint", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert any(line.startswith("Step ") for line in process.stdout)
-            process.send_signal(signal.SIGINT)
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=PATIENCE)
-        finally:
-            process.kill()
-    assert process.returncode == 130 and "Traceback" not in err
-    if path.exists():
-        assert read_checkpoint(path, tof.PROGRAM, tof.PROGRAM.settings(
+    endless.send_signal(signal.SIGINT)
+    endless.send_signal(signal.SIGINT)
+    _, err = endless.communicate(timeout=PATIENCE)
+    assert endless.returncode == 130 and "Traceback" not in err
+    if (tmp_path / "c.pt").exists():
+        assert read_checkpoint(tmp_path / "c.pt", tof.PROGRAM, tof.PROGRAM.settings(
             num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4).model)
     assert not list(tmp_path.rglob("*.part"))

@@ -62,7 +62,7 @@ def test_programs_can_be_called_by_their_path(file):
     assert (ROOT / file).read_text().startswith("#!/usr/bin/env python3\n")
 
 
-@pytest.mark.parametrize("script", AMD)
+@pytest.mark.parametrize("script", ["run_rocprofv3.sh", "run_all_profilers.sh"])
 @pytest.mark.slow
 def test_dry_run_from_anywhere(script, project, elsewhere):
     """Also the process that judges the flags sees the project, not the directory of the user."""

@@ -191,8 +191,6 @@ def write_alignment(directory, number):
 
 def companions():
     """Other models, patterns of fusion, OpenFold's block."""
-    if not (ROOT / "companions").exists():
-        return []
     sizes = {"protein_mpnn": "--batch-size 2", "tiny_llama": "--batch-size 4"}
     alone = {"protein_mpnn": "split-fusion aggregate-fusion edge-fusion",
              "tiny_llama": "qkv-fusion flash-attention swiglu-fusion norm-fusion"}
