@@ -8,6 +8,7 @@ beside a baseline; these processes run one after the other.
 import contextlib
 import gc
 import itertools
+import math
 import os
 import re
 import signal
@@ -36,7 +37,7 @@ from fusion_lab.training.machine import MEGABYTE, choose_device, process_setting
 ROUNDS, SECONDS = 20, 60.0  # whichever ends first, where nobody says how many rounds
 FEWEST = 6  # rounds, from which on there is an interval of 95%
 MOST_BATCHES = 16  # alive on the device at once; more rounds repeat them
-INTERRUPTED = "interrupted before it was measured"
+INTERRUPTED, CUT_SHORT = "interrupted before it was measured", "interrupted while it was measured"
 NEVER = contextlib.nullcontext(SimpleNamespace(signal=None))  # a StopRequest that nobody makes
 
 
@@ -47,10 +48,9 @@ class Row:
     step divided by its own; its 95% interval is from speedup_low to speedup_high."""
     name: str
     fusion_config: dict
-    measured: bool = False
     reason: str | None = None  # why it was not measured
     not_used: list = field(default_factory=list)  # why switches that are on change nothing here
-    rounds: int = 0
+    lost_kernels: str | None = None  # why its launches were not counted
     step_times: list = field(default_factory=list)  # one a round
     baseline_step_times: list = field(default_factory=list)  # of the baseline that took turns with it
     median_batch_time: float | None = None
@@ -80,10 +80,15 @@ class Row:
     final_loss: float | None = None
     final_loss_difference: float | None = None  # from the baseline's, after as many steps
 
+    @property
+    def measured(self):
+        return bool(self.step_times)
+
     def as_dict(self):
         """As the JSON has it; of what was not measured only name, reason and switches."""
-        known = ("name", "measured", "reason", "not_used", "fusion_config")
-        return {key: value for key, value in asdict(self).items() if self.measured or key in known}
+        known = ("name", "reason", "not_used", "fusion_config")
+        return dict(measured=self.measured, **{key: value for key, value in asdict(self).items()
+                                               if self.measured or key in known})
 
     def add_savings(self, baseline):
         """Add how its memory and its work compare with the baseline's row."""
@@ -138,16 +143,14 @@ class Candidate:
         self.variant, self.trainer, self.counts, self.first_step_time = variant, None, None, None
         self.timer, self.losses = None, []
 
-    def count(self, program, device, batch, weights):
-        """Make the trainer, with these weights if there are any, and count one of its steps. What other
+    def count(self, program, device, batch):
+        """Make the trainer, whose weights follow from the seed alone, and count one of its steps. What other
         trainers hold is not in its peak memory."""
         others = 0
         if device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
             others = torch.cuda.memory_allocated(device) - sum(t.nbytes for t in batch.values())
         trainer = program.trainer(program, self.variant.settings, device)
-        if weights:
-            trainer.model.load_state_dict(weights)
         with trainer.preserved():
             started = time.perf_counter()
             trainer.step(batch).item()
@@ -172,7 +175,8 @@ class Candidate:
         fusion, rounds = variant.settings.fusion, min(len(self.losses), len(baseline.losses))
         if variant.reason or not rounds:
             return not_measured(variant, variant.reason or INTERRUPTED)
-        row = Row(variant.name, asdict(fusion), True, not_used=list(variant.not_used), rounds=rounds)
+        row = Row(variant.name, asdict(fusion), not_used=list(variant.not_used),
+                  lost_kernels=self.counts.lost_kernels)
         phases = self.timer.seconds()[:rounds]
         steps, before = phases.sum(axis=1), baseline.timer.seconds()[:rounds].sum(axis=1)
         counts = self.counts
@@ -221,48 +225,59 @@ def alternate(candidates, supply, rounds, request):
 
 def candidates_of(program, variants, device, batch, note):
     """The variants that share this process, the baseline first, each counted."""
-    candidates, weights = [Candidate(variant) for variant in variants], None
+    candidates = [Candidate(variant) for variant in variants]
     for number, candidate in enumerate(candidates, 1):
         if candidate.variant.reason:
             continue
         note(f"counting memory and launches of {candidate.variant.name}, {number} of {len(candidates)}")
         with reasons(candidate.variant):
-            candidate.count(program, device, batch, weights)
-            weights = weights or {name: tensor.clone() for name, tensor in
-                                  candidate.trainer.model.state_dict().items()}
+            candidate.count(program, device, batch)
         release()
     return candidates
 
 
-def measure_apart(program, settings, variant, rounds, request):
-    """The row of a variant from a process of its own: the same command line for it alone, so many rounds."""
-    if request.signal:
-        return not_measured(variant, INTERRUPTED)
-    with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile("w+") as errors:
-        path = os.path.join(place, "comparison")
-        command = [sys.executable, program.file, *command_line(program, settings), "--compare-fusion",
-                   "--variants", variant.name, "--profile-dir", path, "--num-steps", str(rounds)]
+def compare_apart(program, words, directory, request, seconds=math.inf):
+    """--compare-fusion by a command line of these words, in a process of its own that writes into a
+    directory. Returns (the content of its JSON, or {}; why it failed, or None). A signal or the time limit
+    ends it: asked first, it ends what it has started."""
+    command = [sys.executable, program.file, *words, "--profile-dir", directory]
+    end = time.monotonic() + seconds
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         process = subprocess.Popen(  # in a session of its own: Ctrl-C is for the parent
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
             env=child_environment(), start_new_session=True)
         try:
-            while process.poll() is None and not request.signal:
+            while process.poll() is None and not request.signal and time.monotonic() < end:
                 time.sleep(0.1)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            ended_here = process.poll() is None
+            if ended_here:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.5 if request.signal else 10)  # whoever pressed Ctrl-C waits for us
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if request.signal:
-            return not_measured(variant, INTERRUPTED)
         errors.seek(0)
         reason = why(process.returncode, errors.read(), program.name)
-        if reason is None:
-            try:
-                result = read_json(os.path.join(path, program.result("fusion_comparison")))
-                return Row(**result["variants"][-1])
-            except UserError as error:
-                reason = str(error)
-    return not_measured(variant, reason)
+    if ended_here:
+        reason = CUT_SHORT if request.signal else f"not done after {seconds} s"
+    try:
+        return read_json(os.path.join(directory, program.result("fusion_comparison"))), reason
+    except UserError as error:
+        return {}, reason or str(error)
+
+
+def measure_apart(program, settings, variant, rounds, request):
+    """The row of a variant from a process of its own: the same command line for it alone, so many rounds."""
+    with tempfile.TemporaryDirectory() as place:
+        words = [*command_line(program, settings), "--compare-fusion", "--variants", variant.name,
+                 "--num-steps", str(rounds)]
+        found, reason = compare_apart(program, words, os.path.join(place, "comparison"), request)
+    if reason:
+        return not_measured(variant, reason)
+    entry = found["variants"][-1]
+    return Row(**{key: value for key, value in entry.items() if key != "measured"})
 
 
 NOTE = re.compile(r"\[ *\d+ s\] ")  # what goes on, comparison_table.Notes
@@ -317,9 +332,12 @@ def compare(program, settings, names=None, rounds=None, show=lambda comparison: 
         release()
         tell()
         for number, variant in enumerate(apart, 1):
-            if not request.signal:
+            if request.signal:
+                found.rows.append(not_measured(variant, INTERRUPTED))
+            else:
                 note(f"{variant.name} in a process of its own, which compiles: {number} of {len(apart)}")
-            found.rows.append(measure_apart(program, settings, variant, found.rows[0].rounds, request))
+                found.rows.append(measure_apart(program, settings, variant,
+                                                len(found.rows[0].step_times), request))
             tell()
     return found
 

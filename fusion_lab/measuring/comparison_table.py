@@ -22,7 +22,7 @@ def cells(row):
         reason = printable(row.reason).replace("|", "\\|")
         return [row.name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)]
     times = [1e3 * seconds for seconds in (row.median_batch_time, row.p20_batch_time, row.p80_batch_time)]
-    sure = counted(row.rounds, "round") if row.speedup_low is None else (
+    sure = counted(len(row.step_times), "round") if row.speedup_low is None else (
         f"{row.speedup_low:.2f}, {row.speedup_high:.2f}")
     return [row.name, "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row.samples_per_second:.1f}",
             "1" if row.name == BASELINE else f"{row.speedup:.2f}x ({sure})",
@@ -120,9 +120,10 @@ def below(found):
     rows, about = found.rows, found.about
     lines = [f"Steps in turn: {found.ended}"]
     apart = [row for row in rows
-             if row.measured and row.baseline_step_times != rows[0].step_times[:row.rounds]]
+             if row.measured and row.baseline_step_times != rows[0].step_times[:len(row.step_times)]]
     lines += [f"{row.name} ran in a process of its own, in which the baseline took "
               f"{1e3 * row.baseline_batch_time:.2f} ms a step" for row in apart]
+    lines += [f"Launches of {row.name}: {row.lost_kernels}" for row in rows if row.lost_kernels]
     not_used = dict.fromkeys(text for row in rows if row.measured for text in row.not_used)
     if not_used:
         lines.append(f"Not used here: {'; '.join(not_used)}")

@@ -123,7 +123,7 @@ def check_trainer_flags(parser, program, study):
             parser.error(f"flag {word} after --: the study sets it itself")
     theirs = flags.make_parser(program, prog=f"{SCRIPT}: flags after --")
     for shape in study.shapes():
-        _, settings, _ = flags.parse(theirs, program, [*study.flags(shape), "--compare-fusion"])
+        _, settings, _ = flags.parse(theirs, program, study.flags(shape))
     try:
         make_variants(settings, study.settings, on_gpu=True)
     except UserError as error:

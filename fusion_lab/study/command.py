@@ -15,7 +15,7 @@ from fusion_lab.study.arguments import SCRIPT, own_part, parse
 from fusion_lab.study.page import page
 from fusion_lab.study.plots import draw
 from fusion_lab.study.results import open_directory, read_config, read_lines, require_same_study
-from fusion_lab.study.run import command_line, run_points, time_left, unfinished
+from fusion_lab.study.run import run_points, time_left, unfinished
 from fusion_lab.study.summary import as_csv, findings, gain_of, summarise
 from fusion_lab.training import torchrun
 from fusion_lab.training.files import (
@@ -40,7 +40,7 @@ def dry_run(program, options, study):
         lines = read_lines(name, study)
     todo = unfinished(study, lines)
     for run, shape in todo:
-        print(f"run {run}: {shlex.join(command_line(program, study, shape))}")
+        print(f"run {run}: {shlex.join([sys.executable, program.file, *study.flags(shape)])}")
     print(f"{counted(len(todo), 'point')} to run, {len(study.points()) - len(todo)} finished; "
           f"{time_left(todo, study, lines)}")
 

@@ -57,8 +57,8 @@ class Study:
         return next((axis for axis in self.axes if axis != "batch_size"), next(iter(self.axes)))
 
     def flags(self, shape):
-        """The trainer's flags for a point of this shape, but for --compare-fusion and its directory."""
+        """The trainer's flags for a point of this shape, but for its directory."""
         sizes = [word for axis, size in shape.items() for word in (flag(axis), str(size))]
         precision = ["--use-amp", "--amp-dtype", self.amp_dtype] if self.amp_dtype else []
         return [*sizes, "--num-steps", str(self.num_steps), "--device", self.device, *precision,
-                *self.trainer_flags]
+                *self.trainer_flags, "--compare-fusion", "--variants", " ".join(self.settings)]

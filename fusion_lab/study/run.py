@@ -1,29 +1,18 @@
 """Runs the points of a study one after the other, each as a --compare-fusion in a process of its own."""
-import contextlib
 import glob
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from datetime import datetime, timezone
 
-from fusion_lab.measuring.compare import why
-from fusion_lab.measuring.roctx import child_environment
+from fusion_lab.measuring.compare import compare_apart
 from fusion_lab.measuring.variants import BASELINE
 from fusion_lab.study.results import append
 from fusion_lab.study.summary import principal
-from fusion_lab.training.files import UserError, read_json
 
 RUNNING = "running-"  # begins the name of a point's own directory, below the study's, since /tmp may be small
-
-
-def command_line(program, study, shape):
-    """What a point runs, but for its directory."""
-    return [sys.executable, program.file, *study.flags(shape), "--compare-fusion", "--variants",
-            " ".join(study.settings)]
 
 
 def unfinished(study, lines):
@@ -50,36 +39,12 @@ def run_points(program, study, directory, lines, timeout, stop):
 
 def run_point(program, study, run, shape, folder, timeout, stop):
     """The line of one point. What was measured before it failed counts."""
-    started, result = time.monotonic(), {}
-    reason = run_comparison(program, study, shape, folder, timeout, stop)
-    try:
-        result = read_json(os.path.join(folder, "results", program.result("fusion_comparison")))
-    except UserError as error:
-        reason = reason or str(error)
+    started = time.monotonic()
+    result, reason = compare_apart(program, study.flags(shape), os.path.join(folder, "results"), stop,
+                                   timeout)
     return dict(shape, run=run, ok=reason is None, reason=reason, seconds=time.monotonic() - started,
                 timestamp=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 system_info=result.get("system_info"), rows=result.get("variants", []))
-
-
-def run_comparison(program, study, shape, folder, timeout, stop):
-    """--compare-fusion of all settings at a shape, in a process that works in folder. Returns None, or why
-    it failed. A signal or the time limit ends it; asked first, it ends what it has started."""
-    command = [*command_line(program, study, shape), "--profile-dir", os.path.join(folder, "results")]
-    end = time.monotonic() + timeout
-    with open(os.path.join(folder, "stderr.txt"), "w+", encoding="utf-8", errors="replace") as errors:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                   stderr=errors, env=child_environment(), start_new_session=True)
-        while process.poll() is None and not stop.signal and time.monotonic() < end:
-            time.sleep(0.1)
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.5 if stop.signal else 10)  # whoever pressed Ctrl-C waits for us
-            process.kill()
-            process.wait()
-            return f"not done after {timeout} s"
-        errors.seek(0)
-        return why(process.returncode, errors.read(), program.name)
 
 
 def in_words(study, line):

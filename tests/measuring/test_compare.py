@@ -3,8 +3,8 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import re
+import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +19,7 @@ from fusion_lab.measuring.variants import Variant, make_variants
 from fusion_lab.training import flags
 from tests.second_program import PROGRAM as SECOND
 from tests.second_program import Trainer
+from tests.support import gone, wait_for
 
 CPU = torch.device("cpu")
 SETTINGS = SECOND.settings(width=8, depth=1, batch_size=2, device="cpu")
@@ -73,7 +74,8 @@ def simulated(monkeypatch, seconds, noise, seed):
                 mark()
             return loss
         candidate.trainer = SimpleNamespace(device=CPU, step=step)
-        candidate.counts = SimpleNamespace(peak_memory_mb=1.0, saved_mb=1.0, saved={}, launches=1, flops=1)
+        candidate.counts = SimpleNamespace(peak_memory_mb=1.0, saved_mb=1.0, saved={}, launches=1, flops=1,
+                                           lost_kernels=None)
         candidates.append(candidate)
     ended = alternate(candidates, ["batch"], None, SimpleNamespace(signal=None))
     return [candidate.row(candidates[0]) for candidate in candidates], ended
@@ -125,7 +127,7 @@ def test_steps_alternate_from_equal_weights_and_a_slowdown_is_one(counting):
                             notes.append)
     baseline, fused = found.rows
     assert Counting.turns[-14:] == [False, True, True, False] * 3 + [False, True]
-    assert (fused.measured, fused.rounds, found.ended, shown) == (True, 7, "7 rounds", [2])
+    assert (fused.measured, found.ended, shown) == (True, "7 rounds", [2])
     assert fused.speedup == pytest.approx(0.8) and fused.batch_time_reduction_percent == pytest.approx(-25)
     assert fused.step_times == pytest.approx([1.25] * 7) and fused.baseline_step_times == [1.0] * 7
     assert (fused.speedup_low, fused.speedup_high) == pytest.approx((0.8, 0.8))
@@ -139,7 +141,8 @@ def test_steps_alternate_from_equal_weights_and_a_slowdown_is_one(counting):
     assert baseline.launches_per_step > fused.launches_per_step > 5
     assert fused.launch_reduction_percent == 100 * (1 - fused.launches_per_step / baseline.launches_per_step)
     assert len(notes) == 3
-    assert json.loads(json.dumps(found.as_dict()))["variants"][1] == dataclasses.asdict(fused)
+    assert json.loads(json.dumps(found.as_dict()))["variants"][1] == dict(dataclasses.asdict(fused),
+                                                                          measured=True)
 
 
 def measured(program, variants):
@@ -184,8 +187,9 @@ def test_a_signal_ends_the_rounds_and_keeps_them(counting):
     found = compare.compare(counting, SETTINGS, "fused compiled", 50, stop=Stop())
     assert found.ended.startswith("interrupted after") and [row.measured for row in found.rows] == [
         True, True, False]
-    assert 0 < found.rows[1].rounds < 50 and found.rows[2].reason == compare.INTERRUPTED
-    assert len(found.rows[0].step_times) - found.rows[1].rounds in (0, 1)
+    rounds = [len(row.step_times) for row in found.rows]
+    assert 0 < rounds[1] < 50 and rounds[0] - rounds[1] in (0, 1)
+    assert found.rows[2].reason == compare.INTERRUPTED
 
 
 def test_a_compiled_variant_is_the_same_command_line_in_a_process_of_its_own(monkeypatch):
@@ -201,8 +205,7 @@ def test_a_compiled_variant_is_the_same_command_line_in_a_process_of_its_own(mon
         def poll(self):
             return 3
 
-        def wait(self):
-            return 3
+        wait = poll
     monkeypatch.setattr(compare.subprocess, "Popen", Process)
     settings = SETTINGS.having(enable_fused_relu=False, num_steps=9)
     variant = make_variants(settings, "compiled", False)[1]
@@ -224,19 +227,30 @@ def test_why_a_process_failed(code, text, reason):
     assert compare.why(code, text, "p") == reason
 
 
+@pytest.mark.parametrize("asked, seconds, reason", [
+    (None, 3, "not done after 3 s"), (signal.SIGINT, 60, compare.CUT_SHORT)])
+def test_a_child_that_is_ended_leaves_no_process_and_says_why(asked, seconds, reason, tmp_path):
+    """By its time limit or a signal; it has a child of its own, as compilers do."""
+    script, pid = tmp_path / "slow.py", tmp_path / "pid"
+    script.write_text("import os, sys, time\n"
+                      "child = os.fork()\n"
+                      "if child: open(sys.argv[2], 'w').write(str(child))\n"
+                      "time.sleep(60)\n")
+
+    class Request:
+        signal = property(lambda self: asked if pid.exists() and pid.read_text() else None)
+    program = dataclasses.replace(SECOND, file=str(script))
+    found, said = compare.compare_apart(program, [], str(pid), Request(), seconds)
+    assert said == reason and not found
+    wait_for(lambda: gone(pid.read_text()))
+
+
 def test_a_child_that_was_ended_early_gives_no_row(monkeypatch):
     """Its file has fewer rounds than the others' rows."""
-    def ended(command, **_):
-        place = command[command.index("--profile-dir") + 1]
-        os.makedirs(place)
-        rows = [dataclasses.asdict(compare.not_measured(variant, None))]
-        with open(os.path.join(place, SECOND.result("fusion_comparison")), "w") as file:
-            json.dump(dict(variants=rows), file)
-        return SimpleNamespace(pid=1, returncode=143, poll=lambda: 143, wait=lambda: 143)
-    monkeypatch.setattr(compare.subprocess, "Popen", ended)
+    monkeypatch.setattr(compare, "compare_apart", lambda *_: (dict(variants=[]), "exit code 143"))
     variant = make_variants(SETTINGS, "compiled", False)[1]
     row = compare.measure_apart(SECOND, SETTINGS, variant, 4, SimpleNamespace(signal=None))
-    assert row.reason == "exit code 143"
+    assert row.reason == "exit code 143" and not row.measured
 
 
 def test_what_fails_in_a_round_gives_its_memory_back_and_the_others_go_on(counting):
@@ -260,15 +274,15 @@ def test_what_fails_in_a_round_gives_its_memory_back_and_the_others_go_on(counti
 
 def a_row(name, seconds, before=1.0, **values):
     values = {**dict(
-        fusion_config={}, measured=True, rounds=9, median_batch_time=seconds, p20_batch_time=0.9 * seconds,
+        fusion_config={}, step_times=9 * [seconds], median_batch_time=seconds, p20_batch_time=0.9 * seconds,
         p80_batch_time=1.2 * seconds, baseline_batch_time=before, samples_per_second=4 / seconds,
         speedup=before / seconds, speedup_low=0.95 * before / seconds, speedup_high=1.04 * before / seconds,
         batch_time_reduction_percent=100 * (1 - seconds / before), peak_memory_mb=60.0,
-        saved_activation_mb=50.0, launches_per_step=300, baseline_step_times=[before]), **values}
+        saved_activation_mb=50.0, launches_per_step=300, baseline_step_times=9 * [before]), **values}
     return Row(name=name, **values)
 
 
-ROWS = [a_row("baseline", 1.0, step_times=[1.0], peak_memory_mb=80.0, saved_activation_mb=50.0,
+ROWS = [a_row("baseline", 1.0, peak_memory_mb=80.0, saved_activation_mb=50.0,
               launches_per_step=400, speedup_low=None, speedup_high=None),
         a_row("fused", 0.8), a_row("only-a", 0.9), a_row("only-b", 1.02), a_row("only-c", 1.25),
         a_row("compiled", 0.5, 1.25, peak_memory_mb=None, launches_per_step=None, not_used=["x needs y"]),
@@ -281,7 +295,7 @@ def test_a_row_on_paper():
     assert cells(ROWS[1]) == ["fused", "800.00 (720.00, 960.00)", "5.0", "1.25x (1.19, 1.30)", "60.0 (-25%)",
                               "50.0", "300 (-25%)"]
     assert cells(ROWS[0])[3:] == ["1", "80.0", "50.0", "400"]
-    assert cells(a_row("few", 1.0, rounds=1, speedup_low=None))[3] == "1.00x (1 round)"
+    assert cells(a_row("few", 1.0, step_times=[1.0], speedup_low=None))[3] == "1.00x (1 round)"
     assert cells(ROWS[5])[4:] == ["n/a", "50.0", "n/a"]
     assert cells(ROWS[6])[1].startswith("not measured: out of")
 
@@ -324,9 +338,10 @@ def test_headlines_name_their_row_and_divide_by_its_own_baseline():
 
 
 def test_below_the_table():
-    lines = below(Comparison(dict(nominal=None, launch_kind="cpu_ops"), [], ROWS, "9 rounds"))
+    rows = [*ROWS[:-1], dataclasses.replace(ROWS[4], lost_kernels="3 of 5 kernels")]
+    lines = below(Comparison(dict(nominal=None, launch_kind="cpu_ops"), [], rows, "9 rounds"))
     assert lines[0] == "Steps in turn: 9 rounds" and "1250.00 ms" in lines[1]
-    assert lines[2] == "Not used here: x needs y" and lines[-1].startswith("Kernel reduction: ")
-    both = dict(step_times=[1.0, 2.0], baseline_step_times=[1.0, 2.0])
-    rows = [a_row("baseline", 1.0, **both), a_row("a", 0.8, rounds=1)]  # a signal in the second round
+    assert lines[2:4] == ["Launches of only-c: 3 of 5 kernels", "Not used here: x needs y"]
+    assert lines[-1].startswith("Kernel reduction: ")
+    rows = [ROWS[0], a_row("a", 0.8, step_times=[0.8])]  # a signal in the second round
     assert "process" not in " ".join(below(Comparison(dict(nominal=None, launch_kind=""), [], rows)))
