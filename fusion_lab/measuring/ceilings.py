@@ -1,6 +1,4 @@
 """What the device can do at most, measured here and now."""
-import contextlib
-import time
 from functools import partial
 
 import torch
@@ -44,46 +42,18 @@ def copy_ceiling(device):
     return 2 * source.numel() * 4 / fastest(lambda: target.copy_(source), device)
 
 
-def dispatch_cost(device):
-    """Seconds of host time that one small operation takes, autograd apart: the best of six times 200
-    operations. On a GPU they are only launched; elsewhere they also run, which takes next to nothing."""
-    x, best = torch.zeros(8, device=device), float("inf")
-    for _ in range(6):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(200):
-            x.add_(1.0)
-        best = min(best, (time.perf_counter() - started) / 200)
-    return best
-
-
 def measure_ceilings(device, training):
-    """Copy bandwidth (bytes/s), matrix products per dtype (FLOP/s), host time of one operation (s); and
-    which of them this run's dtype is bound by."""
+    """What bounds a run of this training here, at the precision that its process is set to: copy bandwidth
+    (bytes/s) and matrix products (FLOP/s) of its dtype."""
     own = amp_dtype(training, device) or torch.float32
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if device.type == "cuda":
-        dtypes |= {"tf32": torch.float32, "float16": torch.float16}
-    name = "tf32" if own == torch.float32 and runs_in_tf32(training, device) else \
-        str(own).removeprefix("torch.")
-    matmul = {}
-    for each, dtype in {**dtypes, name: own}.items():
-        with tf32(each == "tf32"):
-            matmul[each] = float(matmul_ceiling(device, dtype))
-    return dict(copy_bytes_per_s=float(copy_ceiling(device)), matmul_flops_per_s=matmul, dtype=name,
-                element_bytes=element_bytes(training), dispatch_s=dispatch_cost(device))
+    tf32 = own == torch.float32 and runs_in_tf32(training, device)
+    return dict(copy_bytes_per_s=float(copy_ceiling(device)), dtype="tf32" if tf32 else dtype_name(own),
+                matmul_flops_per_s=float(matmul_ceiling(device, own)))
 
 
-def highest(ceilings, before):
-    """The better of two measurements of the same ceilings, each by itself; before may be None."""
-    if before is None:
-        return ceilings
-    matmul = {name: max(speed, before["matmul_flops_per_s"][name])
-              for name, speed in ceilings["matmul_flops_per_s"].items()}
-    return dict(ceilings, matmul_flops_per_s=matmul,
-                copy_bytes_per_s=max(ceilings["copy_bytes_per_s"], before["copy_bytes_per_s"]),
-                dispatch_s=min(ceilings["dispatch_s"], before["dispatch_s"]))
+def dtype_name(dtype):
+    """torch.bfloat16 -> "bfloat16"; None stays."""
+    return dtype and str(dtype).removeprefix("torch.")
 
 
 def element_bytes(training):
@@ -93,16 +63,5 @@ def element_bytes(training):
 
 def ceiling_line(ceilings):
     """measure_ceilings() in one line."""
-    speeds = ", ".join(f"{name} {speed / 1e12:.3g}" for name, speed in ceilings["matmul_flops_per_s"].items())
-    return (f"Ceilings, measured here: copy {ceilings['copy_bytes_per_s'] / 1e9:.1f} GB/s; matrix product "
-            f"{speeds} TFLOP/s; launch {1e6 * ceilings['dispatch_s']:.2f} µs. This run: {ceilings['dtype']}.")
-
-
-@contextlib.contextmanager
-def tf32(enabled):
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = enabled
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    return (f"Ceilings, measured here: copy {ceilings['copy_bytes_per_s'] / 1e9:.1f} GB/s; matrix product in "
+            f"{ceilings['dtype']} {ceilings['matmul_flops_per_s'] / 1e12:.3g} TFLOP/s.")

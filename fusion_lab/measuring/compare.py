@@ -24,10 +24,11 @@ import numpy as np
 import torch
 
 from fusion_lab.kernels.precision import amp_dtype
+from fusion_lab.measuring.ceilings import dtype_name
 from fusion_lab.measuring.clocks import PhaseTimer, median_interval, quantiles
 from fusion_lab.measuring.probe import peak_of_two_steps, probe
 from fusion_lab.measuring.roctx import child_environment
-from fusion_lab.measuring.summary import dtype_name, launch_kind
+from fusion_lab.measuring.summary import launch_kind
 from fusion_lab.measuring.variants import BASELINE, make_variants
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted, finite, read_json

@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 
 import torch
 
-from fusion_lab.measuring.ceilings import matmul_ceiling
+from fusion_lab.measuring.ceilings import dtype_name, matmul_ceiling
 from fusion_lab.measuring.clocks import median_interval, quantiles
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.tables import aligned
@@ -93,11 +93,6 @@ def print_summary(trainer, result, path):
 def launch_kind(device):
     """What launches are a count of."""
     return dict(cuda="gpu_kernels", cpu="cpu_ops")[device.type]
-
-
-def dtype_name(dtype):
-    """torch.bfloat16 -> "bfloat16"; None stays."""
-    return dtype and str(dtype).removeprefix("torch.")
 
 
 LARGEST = 1e15  # samples/s and MB; sums and quotients of such figures stay finite

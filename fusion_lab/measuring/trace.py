@@ -187,7 +187,3 @@ class TraceAnalysis:
     def step_us(self):
         """Microseconds per step by the host's clock, as traced (the profiler's own cost included)."""
         return sum(e["dur"] for e in self.phases) / self.steps
-
-    def durations(self):
-        """Durations (µs) of all GPU kernels, or own times of all CPU operations."""
-        return [own for event, own in self.pieces if event["cat"] in ("kernel", "cpu_op")]

@@ -1,4 +1,4 @@
-"""The pictures of a session: time by sub-layer, live memory, durations of kernels; and of an ablation."""
+"""The pictures of a session: time by sub-layer, live memory; and of an ablation."""
 import os
 
 import numpy as np
@@ -7,7 +7,7 @@ from fusion_lab.measuring.plotting import require_matplotlib, save, spared
 from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import MEGABYTE
 
-SUBLAYERS, TIMELINE, HISTOGRAM = "time_by_sublayer.png", "memory_timeline.png", "kernel_histogram.png"
+SUBLAYERS, TIMELINE = "time_by_sublayer.png", "memory_timeline.png"
 
 
 def pyplot_or_none():
@@ -26,8 +26,7 @@ def write_plots(directory, analysis, trace):
     if pyplot is None:
         return made
     plots = {SUBLAYERS: (plot_sublayers, analysis["sublayers"], analysis["time_kind"]),
-             TIMELINE: (plot_timeline, trace.memory_timeline(), trace.phase_begins()),
-             HISTOGRAM: (plot_durations, trace.durations(), analysis["unit"])}
+             TIMELINE: (plot_timeline, trace.memory_timeline(), trace.phase_begins())}
     for name, (plot, *data) in plots.items():
         with spared(name):
             figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -65,19 +64,6 @@ def plot_timeline(axis, timeline, begins):
                              label=None if again else f"{phase} begins")
         axis.legend(loc="upper right")
     axis.set(xlabel="ms since the trace began", ylabel="MB, change since the trace began")
-
-
-def plot_durations(axis, durations, unit):
-    """How many kernels take how long, and how much time they take together."""
-    positive = [d for d in durations if d > 0]
-    if positive:
-        low, high = np.log10(min(positive)), np.log10(max(positive) * 1.01)
-        edges = np.logspace(low, high, 50)
-        axis.hist(positive, bins=edges, label="number")
-        axis.hist(positive, bins=edges, weights=np.array(positive) / np.mean(positive), histtype="step",
-                  label="time, scaled to the same area")
-        axis.legend()
-    axis.set(xscale="log", xlabel=f"duration of one {unit}, µs", ylabel="count in the trace")
 
 
 def plot_ablation(path, results):

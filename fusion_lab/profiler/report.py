@@ -7,16 +7,18 @@ from fusion_lab.measuring.ranges import REST
 from fusion_lab.measuring.roofline import roofline_rows
 from fusion_lab.measuring.summary import compared_rates, in_words
 from fusion_lab.measuring.tables import cell, code, escaped, markdown
-from fusion_lab.profiler.plots import HISTOGRAM, SUBLAYERS, TIMELINE, write_plots
+from fusion_lab.profiler.plots import SUBLAYERS, TIMELINE, write_plots
 from fusion_lab.training.files import UserError, finite, read_json, write_json, write_text
 
 REPORT = "comprehensive_profiling_report.md"
 TOP = 20
 MACHINE = ("gpu_name", "host_cpu", "torch_version")  # what of system_info two sessions should share
 TIMES = {  # by the unit of the analysis: what the table's times and their shares are
-    "kernel": "Times are those of kernels and copies on the GPU, and shares are of all such time. Where the "
-              "GPU waits for launches (see above), the step gains less than \"at most\" says.",
-    "operation": "Times are the CPU's, of steps without the profiler."}
+    "kernel": "Times are those of kernels and copies on the GPU, in the traced steps; the time of a step "
+              "above is of the steps before these. Where the GPU waits for launches, the step gains less "
+              "than \"at most\" says.",
+    "operation": "Times are the CPU's, in steps without the profiler that were timed by sub-layer; the time "
+                 "of a step above is of the steps before these."}
 
 
 def sublayer_rows(analysis):
@@ -85,7 +87,7 @@ def report_lines(program, settings, analysis, pictures=()):
              f"Memory: the peak of a step is {peak}; {saved:.1f} MB are saved for the backward pass.",
              *picture(TIMELINE), "", f"## Top {TOP} {unit}s", "",
              "Shares of the sum of their own times, under the profiler.", "",
-             *markdown(kernel_rows(analysis)), *picture(HISTOGRAM)]
+             *markdown(kernel_rows(analysis))]
     if "roofline" in analysis:
         lines += ["", "## Roofline", "", ceiling_line(analysis["ceilings"]), "",
                   *markdown(roofline_rows(analysis["roofline"]))]

@@ -24,7 +24,7 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
     analysis = read_json(path)
     if roofline and not code:
         analysis.update(measured_roofline(program, settings, choose_device(settings.training.device),
-                                          measured_times(analysis)))
+                                          seconds_of_sublayers(analysis)))
     if earlier:
         analysis["compared_with"] = compare_sessions(earlier[1], analysis, earlier[0])
     trace = TraceAnalysis(read_trace(os.path.join(directory, analysis["trace"])), program.model.SUBLAYERS)
@@ -35,13 +35,11 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
     return analysis
 
 
-def measured_times(analysis):
-    """{sub-layer: seconds and launches per step, forward and backward}"""
+def seconds_of_sublayers(analysis):
+    """{sub-layer: seconds per step, forward and backward}"""
     measured = {}
     for e in analysis["sublayers"]:
-        entry = measured.setdefault(e["name"], dict(seconds=0.0, launches=0))
-        entry["seconds"] += e["total_us"] / 1e6
-        entry["launches"] += e["launches"] or 0
+        measured[e["name"]] = measured.get(e["name"], 0.0) + e["total_us"] / 1e6
     return measured
 
 

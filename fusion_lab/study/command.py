@@ -53,8 +53,8 @@ def run_study(program, options, study, argv):
           flush=True)
     with StopRequest() as stop:
         run_points(program, study, directory, lines, options.timeout, stop)
-        # pictures take seconds, for which nobody waits who has pressed Ctrl-C
-        summary = conclude(study, how, directory, lines, plots=not (options.no_plots or stop.signal))
+        if lines:  # pictures take seconds, for which nobody waits who has pressed Ctrl-C
+            summary = conclude(study, how, directory, lines, plots=not (options.no_plots or stop.signal))
     if stop.signal:
         raise UserError("interrupted; results so far are kept, the same --study-name continues",
                         128 + stop.signal)
@@ -72,8 +72,7 @@ def conclude(study, how, directory, lines, plots):
     if plots:
         with spared("pictures in report.html"):
             write_text(place, page(study, summary, how, draw(study, summary)))
-    if summary["points"]:
-        print_table(study, summary)
+    print_table(study, summary)
     print("", *findings(study, summary), f"\nReport: {place}", sep="\n", flush=True)
     return summary
 
@@ -109,7 +108,10 @@ def run(argv):
         dry_run(program, options, study)
     elif options.report_only:
         study, how = read_config(options.study_name)
-        conclude(study, how, options.study_name, read_lines(options.study_name, study), not options.no_plots)
+        lines = read_lines(options.study_name, study)
+        if not lines:
+            raise UserError(f"--report-only: {options.study_name} has no finished point yet")
+        conclude(study, how, options.study_name, lines, not options.no_plots)
     else:
         run_study(program, options, study, argv)
     return OK

@@ -27,9 +27,7 @@ from fusion_lab.training.files import counted
 # P(|T| < t) = 95% for Student's T; of degrees of freedom in between, the next lower ones count.
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 8: 2.306, 10: 2.228, 15: 2.131, 30: 2.042}
 MUCH = 20.0  # percent between two runs of a point, from which on the study says so
-MEDIANS = {  # figure of a point: (figure of a comparison's row, factor)
-    "peak_memory_mb": ("peak_memory_mb", 1), "saved_activation_mb": ("saved_activation_mb", 1),
-    "launches_per_step": ("launches_per_step", 1)}
+FIGURES = "peak_memory_mb", "saved_activation_mb", "launches_per_step"  # of rows; a point has their medians
 
 
 class Gain(NamedTuple):
@@ -100,8 +98,7 @@ def summarise_point(shape, setting, lines, base):
         else:
             reasons.append(row.get("reason") or line["reason"] or "its comparison has no such row")
     times = {run: 1e3 * row["median_batch_time"] for run, row in rows.items()}
-    figures = {name: median([row.get(key) for row in rows.values()], factor)
-               for name, (key, factor) in MEDIANS.items()}
+    figures = {name: median([row.get(name) for row in rows.values()]) for name in FIGURES}
     middle, memory = median(times.values()), figures["peak_memory_mb"]
     speedups = {run: row["speedup"] if base else 1.0 for run, row in rows.items()
                 if not base or row.get("speedup")}
@@ -116,9 +113,9 @@ def summarise_point(shape, setting, lines, base):
         memory_reduction_percent=100 * (1 - memory / before) if memory and before else None)
 
 
-def median(values, factor=1):
-    """The median of those that are there, times factor; None where none is."""
-    known = [factor * value for value in values if value is not None]
+def median(values):
+    """The median of those that are there; None where none is."""
+    known = [value for value in values if value is not None]
     return float(np.median(known)) if known else None
 
 
@@ -129,7 +126,7 @@ def at_shape(study, points, shape):
 
 def scaling(study, points):
     """Exponents p of cost = c * size**p, of time and memory, by least squares on logarithms: per axis, the
-    main one first, setting and other sizes."""
+    main one first, setting and other sizes. Two sizes make no law."""
     lines, fits = {}, []
     for axis in sorted(study.axes, key=lambda axis: axis != study.main_axis):
         for point in points:
@@ -137,7 +134,7 @@ def scaling(study, points):
     for (axis, setting, at), line in lines.items():
         for figure in ("median_ms", "peak_memory_mb"):
             known = {p[axis]: p[figure] for p in line if p[figure]}
-            if len(known) > 1:
+            if len(known) > 2:
                 exponent = np.polyfit(np.log(list(known)), np.log(list(known.values())), 1)[0]
                 fits.append(dict(setting=setting, axis=axis, at=at, figure=figure, exponent=float(exponent),
                                  over=list(known)))
@@ -164,7 +161,7 @@ def ablation_table(study, points):
 def as_csv(summary):
     """The text of results.csv: a line a point, without figures of single runs."""
     text, points = io.StringIO(), summary["points"]
-    columns = [key for key, value in points[0].items() if not isinstance(value, dict)] if points else []
+    columns = [key for key, value in points[0].items() if not isinstance(value, dict)]
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(points)

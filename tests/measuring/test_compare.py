@@ -343,5 +343,6 @@ def test_below_the_table():
     assert lines[0] == "Steps in turn: 9 rounds" and "1250.00 ms" in lines[1]
     assert lines[2:4] == ["Launches of only-c: 3 of 5 kernels", "Not used here: x needs y"]
     assert lines[-1].startswith("Kernel reduction: ")
-    rows = [ROWS[0], a_row("a", 0.8, step_times=[0.8])]  # a signal in the second round
+    # a signal in the second round
+    rows = [ROWS[0], a_row("a", 0.8, step_times=[0.8], baseline_step_times=[1.0])]
     assert "process" not in " ".join(below(Comparison(dict(nominal=None, launch_kind=""), [], rows)))

@@ -65,7 +65,6 @@ def test_sums_of_a_cpu_trace():
         (REST, "data"): (0.5, 0.0)}
     assert all(entry["device_us"] is entry["launches"] is None for entry in table.values())
     assert list(table) == sorted(table) and trace.step_us() == 193.0
-    assert sorted(trace.durations()) == [0.0, 0.0, 2.0, 2.0] + [3.0] * 2 + [5.0] * 3 + [6.0] * 2 + [7.0] * 2
 
 
 def test_operations_of_a_cpu_trace():
@@ -126,7 +125,7 @@ def test_sums_of_a_gpu_trace():
                        ("mix", RECOMPUTE): (8.0, 0), (REST, "backward"): (3.0, 0),
                        (REST, "launch not recorded"): (1.0, 1), (REST, OUTSIDE): (0.0, 0)}
     assert trace.sublayer_table()["up", "forward"]["allocated_bytes"] == 300
-    assert trace.gpu_busy() == 100 + 8 + 3 + 1 and trace.durations() == [100.0, 20.0, 1.0]
+    assert trace.gpu_busy() == 100 + 8 + 3 + 1
     assert trace.step_us() == 150.0
     assert trace.memory_timeline() == [(0.0, 300), (2.0, 0), (1974.0, 0)]
 

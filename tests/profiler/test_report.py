@@ -57,14 +57,14 @@ def test_the_report_says_the_time_of_a_step_once():
 
 
 def test_sections_that_were_asked_for():
-    speeds = dict(copy_bytes_per_s=1e9, matmul_flops_per_s=dict(float32=1.0), dispatch_s=1.0, dtype="float32")
+    speeds = dict(copy_bytes_per_s=1e9, matmul_flops_per_s=1.0, dtype="float32")
     row = dict(name="up", flops=1e9, minimal_bytes=None, flops_per_byte=None, compute_s=1.0, memory_s=None,
-               launch_s=0.0, measured_s=2.0, bound="compute", share=0.5)
+               measured_s=2.0, bound="compute", share=0.5)
     whole = report.report_lines(SECOND, SETTINGS, session(
         ceilings=speeds, roofline=[row],
         compared_with=report.compare_sessions(session(4000.0), session(), "earlier")))
     assert [line for line in whole if line.startswith(("## R", "## A", "| up | 1.00"))] == [
-        "## Roofline", "| up | 1.00 |  |  | 1000.000 |  | 0.000 | 2000.000 | compute | 50.0% |",
+        "## Roofline", "| up | 1.00 |  |  | 1000.000 |  | 2000.000 | compute | 50.0% |",
         "## Against earlier"]
 
 

@@ -157,6 +157,14 @@ def test_an_interrupted_study_tells_what_it_found_and_goes_on(fake):
     assert lines_of()[:len(before)] == before and len(lines_of()) == 8
 
 
+def test_a_study_without_a_point_leaves_no_report(fake, capsys):
+    study = start(seconds=60)
+    wait_for(lambda: os.path.exists("log"))
+    study.send_signal(signal.SIGINT)
+    assert study.wait(PATIENCE) == 130 and {*os.listdir("s")} == {"config.json"}
+    assert fake("--report-only") == 2 and "no finished point" in capsys.readouterr().err
+
+
 def test_a_killed_study_is_continued(fake):
     study = start(seconds=0.5)
     wait_for(lambda: lines_of())
