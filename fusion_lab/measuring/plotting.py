@@ -12,19 +12,10 @@ def require_matplotlib():
         import matplotlib
         matplotlib.use("Agg")
         from matplotlib import pyplot
-    except ModuleNotFoundError as error:
-        if error.name == "matplotlib":
-            raise UserError("plots need matplotlib: pip install matplotlib", code=MISSING) from None
-        raise broken(error) from None
-    except Exception as error:  # built for another numpy, half removed, ...
-        raise broken(error) from None
+    except Exception as error:  # not there, built for another numpy, half removed, ...
+        raise UserError(f"plots need matplotlib ({reason(error)}): pip install --force-reinstall matplotlib",
+                        code=MISSING) from None
     return pyplot
-
-
-def broken(error):
-    """The UserError of a matplotlib that is there and fails."""
-    return UserError(f"matplotlib is there but cannot be imported ({reason(error)}): pip install "
-                     "--force-reinstall matplotlib", code=MISSING)
 
 
 def reason(error):

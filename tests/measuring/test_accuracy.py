@@ -121,25 +121,6 @@ def test_three_runs_have_the_same_weights_and_their_own_precision(monkeypatch):
     assert all(torch.equal(once[name], again[name]) for name in once)  # gradients do not pile up
 
 
-def test_baseline_exact_and_fused_runs_by_their_settings(monkeypatch):
-    made, processes = [], []
-
-    class Noting(tof.Trainer):
-        def __init__(self, program, settings, device):
-            made.append(settings)
-            super().__init__(program, settings, device)
-
-    monkeypatch.setattr(accuracy, "process_settings", lambda *asked: processes.append(asked))
-    monkeypatch.setattr(accuracy, "results_and_gradients", lambda *_: {})  # it cannot run in bfloat16
-    monkeypatch.setattr(accuracy, "judge", lambda *_: None)
-    settings = SECOND.settings(**SMALL, use_amp=True, amp_dtype="bfloat16", enable_master_weights=True)
-    accuracy.compare_numerics(replace(SECOND, trainer=Noting), settings, CPU)
-    assert [(s.fusion.enable_fused_relu, s.fusion.enable_master_weights, s.training.use_amp,
-             s.training.amp_dtype) for s in made] == [
-        (False, True, True, "bfloat16"), (False, True, False, None), (True, True, True, "bfloat16")]
-    assert processes == [(settings, CPU)]
-
-
 def test_shaken_weights_differ_from_those_of_an_initialised_model():
     """By half a standard deviation of an initialised matrix, and by 0.1 in vectors, which begin at 0."""
     noted, model = [], Mlp(SECOND.model_config(width=400), SECOND.fusion_config())

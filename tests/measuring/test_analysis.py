@@ -125,16 +125,3 @@ def test_a_profiler_that_saw_no_kernel_finds_nothing_heavy(tmp_path, monkeypatch
     found = analysed(events, tmp_path, monkeypatch)
     assert "6 launches and no kernel" in found["unrecorded"][0] and found["launch"] is None
     assert len(found["findings"]) == 1 and "3.0 of 4.0 MB" in found["findings"][0]
-
-
-def test_kernels_by_kind():
-    rows = [dict(name=name, kind=kind, calls=calls, self_us=us) for name, kind, calls, us in (
-        ("a", "copy", 2, 30.0), ("b", "fill", 1, 50.0), ("c", "copy", 4, 20.0))]
-    kernels, kinds = analysis.kernel_entries(SimpleNamespace(kernel_table=lambda: rows))
-    assert [e["share"] for e in kernels] == [0.3, 0.5, 0.2]
-    assert kinds == dict(copy=dict(calls=6, self_us=50.0, share=0.5),
-                         fill=dict(calls=1, self_us=50.0, share=0.5))
-
-
-def test_a_run_without_a_trace_has_no_analysis():
-    assert analysis.write_analysis(None, None, None, None, SimpleNamespace(trace=None)) is None

@@ -1,8 +1,6 @@
 """The figures of a training run by a clock made by hand: its summary, its step lines, its comparison."""
-import contextlib
 import json
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +9,6 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import summary
 from fusion_lab.measuring.clocks import PhaseTimer
-from fusion_lab.measuring.probe import Findings
-from fusion_lab.training.distributed import ALONE
 from tests.second_program import PROGRAM as SECOND
 from tests.support import last_json
 
@@ -55,30 +51,6 @@ def test_a_run_by_hand(monkeypatch, tmp_path, capsys):
     assert {key: figures[key] for key in expected} == pytest.approx(expected)
     assert figures["launch_kind"] == "cpu_ops" and figures["launches_per_step"] > 20
     assert result["training_params"]["amp_dtype"] is None and result["version"] == "mlp"
-
-
-def test_a_summary_of_a_graph_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(summary, "own_random_numbers", lambda device: contextlib.nullcontext())
-    """One graph has no phases; the peak is read before the ceiling allocates its matrices."""
-    order = []
-    monkeypatch.setattr(summary, "matmul_ceiling", lambda *asked: order.append(asked) or 8e12)
-    monkeypatch.setattr(summary, "peak_megabytes", lambda *_: order.append("peak") or 7.5)
-    monkeypatch.setattr(summary, "system_info", lambda device: dict(device=str(device)))
-    settings = SECOND.settings(batch_size=6, use_amp=True)
-    trainer = SimpleNamespace(program=SECOND, model=SimpleNamespace(statistics=lambda: dict(n=1)),
-                              settings=settings, device=GPU, graph="captured", amp_dtype=torch.bfloat16,
-                              world=ALONE)
-    found = Findings(dict(a=3 * 2 ** 20), 2 * 10 ** 12, launches=9, warmup_time=1.5, first_step_time=0.5)
-    times = np.array([[0.0, 1.0, 0.0, 0.0]] * 2)
-    result = summary.summarise(trainer, found, [2.0, 1.0], times)
-    figures = result["performance_summary"]
-    assert order == ["peak", (GPU, torch.bfloat16)]
-    assert [figures[f"avg_{phase}_time"] for phase in ("forward", "backward", "optimizer")] == [None] * 3
-    assert (figures["launch_kind"], figures["peak_memory_mb"], figures["saved_activation_mb"]) == (
-        "gpu_kernels", 7.5, 3.0)
-    assert (figures["achieved_tflops"], figures["mfu"], figures["warmup_time"]) == (2.0, 0.25, 1.5)
-    assert result["fusion_statistics"] == dict(n=1)
-    assert result["training_params"]["amp_dtype"] == "bfloat16" and figures["first_step_time"] == 0.5
 
 
 def test_people_on_a_terminal_get_milliseconds_and_programs_json(monkeypatch, capsys):

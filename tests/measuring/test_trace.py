@@ -137,18 +137,6 @@ def test_kernels_of_a_gpu_trace():
         ("Memset", "fill", 1, 3.0, 3.0, 0), ("lost", "other", 1, 1.0, 1.0, 1)]
 
 
-def test_gpu_work_of_two_steps_in_any_order():
-    events = Events()
-    for t, correlation in ((1000.0, 2), (0.0, 1)):
-        events.add("user_annotation", "forward", 1, t, 100.0)
-        events.add("user_annotation", "up", 1, t + 10, 50.0)
-        events.add("cuda_runtime", "cudaLaunchKernel", 1, t + 20, 5.0, correlation=correlation)
-        events.add("kernel", "k", 7, t + 500, 10.0 * correlation, correlation=correlation)
-    trace = TraceAnalysis(events, SUBLAYERS)
-    assert trace.sublayer_table()["up", "forward"]["device_us"] == trace.gpu_busy() == 15.0
-    assert trace.kernel_table()[0]["launches"] == 1.0
-
-
 def test_kernels_that_the_profiler_did_not_record():
     """Two steps of one replay each; a graph of two kernels, of which the second replay lost one."""
     events = Events()

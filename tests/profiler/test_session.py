@@ -3,7 +3,6 @@ import json
 import os
 import stat
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,18 +118,6 @@ def test_a_session_that_ends_before_its_trace_is_no_success(code, ends, tmp_path
     with pytest.raises(UserError, match="before the trace") as ended:
         run_session(PROGRAM, given(), str(tmp_path), lambda program, settings: code)
     assert ended.value.code == ends
-
-
-def test_v1_beside_switches_that_cannot_be_measured_keeps_both_sessions(tmp_path, monkeypatch):
-    rows = [dict(name="baseline", measured=True, median_batch_time=0.5),
-            dict(name="given", measured=False, reason="out of memory")]
-    monkeypatch.setattr(several, "compared", lambda *_: SimpleNamespace(as_dict=lambda: dict(variants=rows)))
-    monkeypatch.setattr(several, "run_session", lambda *_, **__: dict(compared_with=dict(step_ms=[1.0, 2.0])))
-    monkeypatch.setattr(several, "comparison_lines", lambda comparison: ["a line"])
-    monkeypatch.setattr(several, "interleaved_line", lambda *rows: "a line")
-    result = several.compare_v1(PROGRAM, given(), str(tmp_path), 2)
-    assert result["step_ms"] == [500.0, None] and result["speedup"] is None
-    assert json.loads((tmp_path / several.V1_COMPARISON).read_text()) == result
 
 
 @pytest.mark.slow
