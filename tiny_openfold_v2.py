@@ -65,18 +65,22 @@ class FusionConfig(TritonSwitches):
     """Which operations run fused. Every bool becomes an --enable-X/--disable-X pair. preset: part of
     --enable-all-fusion."""
     enable_qkv_fusion_msa: bool = option(True, "Q, K, V of MSA attention in one GEMM", preset=True,
-                                        title="MSA QKV Fusion")
+                                        title="MSA QKV Fusion", acts_on=("msa_row", "msa_column"))
     enable_qkv_fusion_triangle: bool = option(True, "Q, K, V of triangle attention in one GEMM", preset=True,
-                                             title="Triangle QKV Fusion")
+                                             title="Triangle QKV Fusion", acts_on=("triangle_attn",))
     enable_flash_attention: bool = option(True, "fused attention instead of matmul, softmax, matmul",
-                                         preset=True, title="Flash Attention")
+                                         preset=True, title="Flash Attention",
+                                         acts_on=("msa_row", "msa_column", "triangle_attn"))
     enable_triangle_fusion: bool = option(True, "triangle multiplication: projections in one GEMM, gates in "
-                                          "one GEMM", preset=True, title="Triangle Gate/Proj Fusion")
-    enable_opm_fusion: bool = option(True, "outer product mean re-associated where cheaper", preset=True)
+                                          "one GEMM", preset=True, title="Triangle Gate/Proj Fusion",
+                                          acts_on=("triangle_mult",))
+    enable_opm_fusion: bool = option(True, "outer product mean re-associated where cheaper", preset=True,
+                                     acts_on=("outer_product",))
     enable_projection_fusion: bool = option(False, "more in one GEMM: gates with Q, K, V and with left, "
-                                            "right; gradients of embeddings", preset=True)
+                                            "right; gradients of embeddings", preset=True,
+                                            acts_on=("msa_row", "msa_column", "triangle"))
     enable_transition_fusion: bool = option(False, "bias and ReLU of transitions within their GEMM",
-                                            preset=True)
+                                            preset=True, acts_on=("msa_transition", "pair_transition"))
     enable_activation_checkpointing: bool = option(False, "recompute whole blocks in backward")
     enable_selective_checkpointing: bool = option(False, "recompute sub-layers; our kernels keep the "
                                                   "output of attention")

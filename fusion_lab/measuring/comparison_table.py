@@ -83,8 +83,8 @@ def in_words(rows):
     if single:
         lines.append(f"Single fusions that pay here: {', '.join(pays) or 'none'}."
                      + (f" Within noise: {', '.join(even)}." if even else ""))
-        lines.append("A single fusion can save at most the time of the sub-layers that it changes: column "
-                     '"at most" of run_pytorch_profiler.sh.')
+        lines.append("A single fusion can save at most the time of the sub-layers that it changes, which the "
+                     "report of run_pytorch_profiler.sh names.")
     return lines
 
 

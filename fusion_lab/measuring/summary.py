@@ -1,4 +1,5 @@
 """The summary of a training run, and its comparison with an earlier one."""
+import math
 import os
 import statistics
 import sys
@@ -95,43 +96,28 @@ def launch_kind(device):
     return dict(cuda="gpu_kernels", cpu="cpu_ops")[device.type]
 
 
-LARGEST = 1e15  # samples/s and MB; sums and quotients of such figures stay finite
-
-
 def read_summary(path):
-    """A performance summary, of this version or an earlier one: what print_against() needs of it, checked.
-    Raises UserError naming what is wrong."""
+    """A performance summary, of this version or an earlier one: what print_against() needs of it. Raises
+    UserError."""
     summary = read_json(path, "summary")
-    parts = {key: summary.get(key) or {} for key in
-             ("performance_summary", "config", "training_params", "fusion_config", "system_info")}
-    if wrong := [key for key, part in parts.items() if not isinstance(part, dict)]:
-        raise UserError(f"summary {path}: not a performance summary: {wrong[0]} must be an object")
-    figures, own = parts.pop("performance_summary"), ("avg_training_speed", "peak_memory_mb")
-    speed, memory = (number(figures.get(key)) for key in own)
-    if speed is None or memory is None and figures.get(own[1]):
-        key = own[1] if speed else own[0]
-        raise UserError(f"summary {path}: not a performance summary: performance_summary.{key} = "
-                        f"{figures.get(key)!r:.40}: must be positive, and a number below {LARGEST:g}")
-    return dict(speed=speed, memory=memory, rates=rates(figures),
-                version=str(summary.get("version") or "a run"),
-                timestamp=str(summary.get("timestamp") or "unknown date"), **parts)
-
-
-def number(value):
-    """A positive number that can be reckoned with, or None."""
     try:
-        value = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return value if 1 / LARGEST < value < LARGEST else None
+        parts = {key: dict(summary.get(key) or {}) for key in
+                 ("performance_summary", "config", "training_params", "fusion_config", "system_info")}
+        figures = parts.pop("performance_summary")
+        speed, memory = float(figures["avg_training_speed"]), float(figures.get("peak_memory_mb") or 0)
+        if not (0 < speed < math.inf and 0 <= memory < math.inf):
+            raise ValueError(f"{speed} samples/s, {memory} MB")
+        return dict(speed=speed, memory=memory or None, rates=rates(figures),
+                    version=str(summary.get("version") or "a run"),
+                    timestamp=str(summary.get("timestamp") or "unknown date"), **parts)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"summary {path}: not a performance summary ({printable(error):.60})") from None
 
 
 def rates(figures):
     """Samples/s of every step of a performance_summary; none where it does not know them."""
-    samples = [number(figures.get(key)) for key in ("avg_training_speed", "avg_batch_time")]
-    times = figures.get("step_times")
-    times = [number(time) for time in times] if isinstance(times, list) else [None]
-    return [] if None in (*samples, *times) else [samples[0] * samples[1] / time for time in times]
+    times = figures.get("step_times") or []
+    return [figures["avg_training_speed"] * figures["avg_batch_time"] / time for time in times]
 
 
 def compared_rates(before, after):

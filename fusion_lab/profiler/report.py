@@ -1,5 +1,6 @@
 """The report of a session, and two sessions side by side."""
 import os
+from dataclasses import fields
 
 from fusion_lab.measuring.analysis import ANALYSIS, at_most, shares_of_sublayers
 from fusion_lab.measuring.ceilings import ceiling_line
@@ -7,6 +8,7 @@ from fusion_lab.measuring.ranges import REST
 from fusion_lab.measuring.roofline import roofline_rows
 from fusion_lab.measuring.summary import compared_rates, in_words
 from fusion_lab.measuring.tables import cell, code, escaped, markdown
+from fusion_lab.measuring.variants import spelled
 from fusion_lab.profiler.plots import SUBLAYERS, TIMELINE, write_plots
 from fusion_lab.training.files import UserError, finite, read_json, write_json, write_text
 
@@ -43,6 +45,19 @@ def sublayer_rows(analysis):
     return rows
 
 
+def switch_rows(program, analysis):
+    """A row for each switch that says which sub-layers it changes, and for these together: no switch saves
+    more than their time."""
+    rows, shares = [["switch", "changes", "share", "at most"]], shares_of_sublayers(analysis)
+    for field in fields(program.fusion_config):
+        changed = [name for name in program.model.SUBLAYERS if name.startswith(field.metadata["acts_on"])]
+        if changed:
+            share = sum(shares.get(name, 0.0) for name in changed)
+            rows.append([spelled(field.name), ", ".join(changed), cell(share, ".1f", 100, "%"),
+                         cell(at_most(share), ".2f", unit="x")])
+    return rows
+
+
 def kernel_rows(analysis):
     rows = [[analysis["unit"], "kind", "calls", "share", "launches"]]
     return rows + [[code(e["name"]), e["kind"], cell(e["calls"], ".0f"), cell(e["share"], ".1f", 100, "%"),
@@ -73,7 +88,7 @@ def report_lines(program, settings, analysis, pictures=()):
     """The report as markdown lines; pictures: names of those that lie beside it."""
     def picture(name):
         return ["", f"![{name.removesuffix('.png').replace('_', ' ')}]({name})"] if name in pictures else []
-    cover, unit = analysis["coverage"], analysis["unit"]
+    cover, unit, switches = analysis["coverage"], analysis["unit"], switch_rows(program, analysis)
     saved = sum(analysis["saved_activation_mb"].values())
     peak = cell(analysis["memory_peak_mb"], ".1f", unit=" MB") or "not measured"
     lines = ["# PyTorch profiler session", "", *run_lines(program, settings, analysis), "",
@@ -84,6 +99,7 @@ def report_lines(program, settings, analysis, pictures=()):
              f"of the time; \"{REST}\" is what surrounds them. {TIMES[unit]} \"At most\": so many times as "
              "fast would all be if the sub-layer took no time.", "",
              *markdown(sublayer_rows(analysis)), *picture(SUBLAYERS), "",
+             *([*markdown(switches), ""] if len(switches) > 1 else []),
              f"Memory: the peak of a step is {peak}; {saved:.1f} MB are saved for the backward pass.",
              *picture(TIMELINE), "", f"## Top {TOP} {unit}s", "",
              "Shares of the sum of their own times, under the profiler.", "",

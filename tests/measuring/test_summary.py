@@ -9,6 +9,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import summary
 from fusion_lab.measuring.clocks import PhaseTimer
+from fusion_lab.training.files import UserError
 from tests.second_program import PROGRAM as SECOND
 from tests.support import last_json
 
@@ -158,3 +159,8 @@ def test_only_summaries_are_read(tmp_path):
                  system_info=dict(gpu_name=None))
     path.write_text(json.dumps(dict(whole, performance_summary=dict(avg_training_speed=4, peak_memory_mb=0))))
     assert summary.read_summary(path) == dict(whole, fusion_config={}, speed=4.0, memory=None, rates=[])
+    for figures in ({}, dict(avg_training_speed=0), dict(avg_training_speed="x"), [1],
+                    dict(avg_training_speed=4, avg_batch_time=1, step_times=[0])):
+        path.write_text(json.dumps(dict(whole, performance_summary=figures)))
+        with pytest.raises(UserError, match="not a performance summary"):
+            summary.read_summary(path)
