@@ -1,6 +1,7 @@
 """The figures of a training run by a clock made by hand: its summary, its step lines, its comparison."""
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from fusion_lab.training.files import UserError
 from tests.second_program import PROGRAM as SECOND
 from tests.support import last_json
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 PHASES = np.array([[0.1, 0.2, 0.3, 0.4]])  # of a second: data, forward, backward, optimizer
 FACTORS = (3.0, 1.0, 2.0, 8.0, 5.0, 4.0)  # of the six steps; sorted 1 2 3 4 5 8
 
