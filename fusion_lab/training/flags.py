@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from functools import partial
 
 from fusion_lab import __version__
+from fusion_lab.measuring.variants import make_variants
 from fusion_lab.training import files, torchrun
 from fusion_lab.training.files import EXIT_CODES
 from fusion_lab.training.options import ProfilerConfig, flag
@@ -43,6 +44,8 @@ def check_early(program, argv):
     parser = make_parser(program)
     arguments, settings, _ = parse(parser, program, argv)
     require_paths(parser, program, settings)
+    if arguments.variants is not None:
+        make_variants(settings, arguments.variants, on_gpu=False)  # for its errors
     files.require_packages(program.name, "torch", "numpy", "tqdm")
     if not arguments.check_flags and torchrun.first():
         print(f"{program.name}: loading PyTorch ...", flush=True,
