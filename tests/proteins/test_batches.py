@@ -202,15 +202,6 @@ def test_the_seed_draws_the_families_for_validation(source_of):
     assert tuple(family.name for family in again) in drawn
 
 
-@pytest.mark.parametrize("validated, held_out, others, seen", [
-    (0.25, None, 10, 10), (0.3, "f0,f1", 14, 14), (0.05, None, 2, 8)])
-def test_an_evaluation_looks_at_as_many_training_families(validated, held_out, others, seen, source_of):
-    """As for validation and held out together, at least eight."""
-    source = source_of(40, validate_fraction=validated, holdout=held_out)
-    assert len(source.validation) + len(source.unseen) == others
-    assert len(list(source.evaluation()["training"])) == seen
-
-
 def test_few_coordinates_are_one_warning_and_next_to_none_are_refused(capsys, monkeypatch):
     families = [Protein(name, np.zeros((3, 20), np.uint8), np.full((20, 3), np.nan, np.float32))
                 for name in ("a", "bare", "c")]

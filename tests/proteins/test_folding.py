@@ -89,13 +89,6 @@ def test_frames_begin_on_the_trace_with_their_side_chains_outwards():
     assert (((atoms[:, 1:-1, 4] - atoms[:, 1:-1, 1]) * outwards).sum(-1) > 0).all()
 
 
-@pytest.mark.parametrize("angles", folding.PIECES)
-def test_frames_of_an_ideal_piece_are_its_own(angles):
-    atoms = chain([angles] * 9)[None]
-    found = geometry.backbone(*folding.frames_along(atoms[..., 4, :]))
-    assert (found - atoms)[:, 2:-2, [0, 1, 2, 4]].abs().max() < 1e-6  # but for O, which is the next one's
-
-
 def test_chosen_is_what_costs_least_with_its_hand():
     potential = fold_energy.Distances(certain(a_fold(), SEQUENCE).softmax(-1), CENTRES)
     left = chain([(62, 43)] * 24)
