@@ -9,7 +9,6 @@ from fusion_lab.kernels.attention import operator as attention
 from fusion_lab.kernels.outer_product import outer_first
 from fusion_lab.kernels.outer_product_sides import sides
 from fusion_lab.kernels.projections import OUTPUT_PROJECT_OP, head_bias
-from fusion_lab.kernels.reductions import weight_gradients
 from fusion_lab.kernels.transition import layer as transition_layer
 from fusion_lab.kernels.transition import two_layers
 from fusion_lab.kernels.triangle_multiplication.operator import triangle_multiplication
@@ -30,7 +29,6 @@ TRANSITION = dict(TWO, x=(1, 2, 3, 16), norm_weight=(16,), norm_bias=(16,))
 TRIANGLE = dict(pair=(1, 4, 4, 16), norm_weight=(16,), norm_bias=(16,), in_weight=(64, 16), in_bias=(64,),
                 center_weight=(16,), center_bias=(16,), out_weight=(16, 16), out_bias=(16,),
                 gate_weight=(16, 16), gate_bias=(16,), mask=(1, 4), residual=None, drop=None)
-WIDE = dict(left=(5, 16), other_left=(5, 16), right=(5, 16), other_right=(5, 16))
 
 
 def attend(**given):
@@ -41,10 +39,6 @@ def attend_parts(**given):
     return attention.gated_attention([given.pop(name) for name in "qkvg"], 2, 2)
 
 
-def gradients_of_weights(left, other_left, right, other_right):
-    return weight_gradients.launch([left, other_left], [right, other_right])
-
-
 CALLS = {  # name: the call, sizes that it takes
     "attention": (attend, ATTENTION), "attention of parts": (attend_parts, PARTS),
     "layer": (lambda **given: attention_layer.attention_layer(heads=2, axis=2, **given), LAYER),
@@ -53,7 +47,6 @@ CALLS = {  # name: the call, sizes that it takes
     "output": (lambda **given: OUTPUT_PROJECT_OP(*given.values(), None, None), OUTPUT),
     "sides": (lambda **given: sides(**given)[0], SIDES), "two layers": (two_layers, TWO),
     "transition": (transition_layer, TRANSITION), "triangle": (triangle_multiplication, TRIANGLE),
-    "weights": (gradients_of_weights, WIDE),
 }
 
 
@@ -106,9 +99,6 @@ REFUSED = [  # a call, sizes that are wrong, how the line begins
     ("triangle", dict(residual=(1, 4, 4, 8)), "residual is (1, 4, 4, 8)"),
     ("triangle", dict(drop=(1, 4, 4, 16)), "drop is (1, 4, 4, 16)"),
     ("triangle", dict(in_bias=(16,)), "in_bias is (16,), but must be (64,)"),
-    ("weights", dict(right=(4, 16)), "right 0 is (4, 16), but must be (5, 16)"),
-    ("weights", dict(left=(1, 5, 16)), "left 0 is (1, 5, 16)"),
-    ("weights", dict(left=torch.zeros(5, 16)), "no Triton gradients of weights from torch.bfloat16 and"),
 ]
 
 

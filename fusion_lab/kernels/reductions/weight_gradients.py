@@ -19,8 +19,7 @@ from torch import Tensor
 
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import is_fake
-from fusion_lab.kernels.common import add_up, candidates, check_shapes, operation
-from fusion_lab.kernels.precision import HALF
+from fusion_lab.kernels.common import add_up, candidates, operation
 
 MOST = 32  # problems of one launch: pointers and sizes of all are its arguments
 LEAST = 512  # positions of a share, if there are so many: eight iterations of a program's loop
@@ -100,39 +99,21 @@ def multiply(lefts, rights, out, chosen):
 
 
 def launch(lefts: list[Tensor], rights: list[Tensor]) -> Tensor:
-    """All results one after the other, (numbers,). ValueError for what the kernel cannot take."""
-    check(lefts, rights)
-    out = lefts[0].new_empty(sum(left.shape[1] * right.shape[1]
-                                 for left, right in zip(lefts, rights, strict=True)))
+    """All results one after the other, (numbers,). compile_pass.py knows what the kernel takes."""
+    numbers = [left.shape[1] * right.shape[1] for left, right in zip(lefts, rights, strict=True)]
+    out = lefts[0].new_empty(sum(numbers))
     if is_fake(out):
         return out
     lefts, rights = ([t if t.stride(1) == 1 else t.contiguous() for t in tensors]
                      for tensors in (lefts, rights))
-    ends = [0]
-    for left, right in zip(lefts, rights, strict=True):
-        ends.append(ends[-1] + left.shape[1] * right.shape[1])
+    end = 0
     for first in range(0, len(lefts), MOST):
-        last = min(first + MOST, len(lefts))
-        given = lefts[first:last], rights[first:last], out[ends[first]:ends[last]]
-        numbers = max(len(left) for left in given[0]), len(given[2])
-        shape = " ".join([str(out.dtype)[6:], *(f"{name}{triton.next_power_of_2(number)}"
-                                                for name, number in zip("PL", numbers, strict=True))])
-        tuner.launch(weight_gradients_kernel.__name__, shape, CANDIDATES, partial(multiply, *given))
+        problems = slice(first, first + MOST)
+        begin, end = end, end + sum(numbers[problems])
+        P, L = (triton.next_power_of_2(size) for size in (max(map(len, lefts[problems])), end - begin))
+        tuner.launch(weight_gradients_kernel.__name__, f"{str(out.dtype)[6:]} P{P} L{L}", CANDIDATES,
+                     partial(multiply, lefts[problems], rights[problems], out[begin:end]))
     return out
-
-
-def check(lefts, rights):
-    """ValueError with what is wrong."""
-    if not lefts or len(lefts) != len(rights):
-        raise ValueError(f"{len(lefts)} left and {len(rights)} right operands, but there must be as many of "
-                         "each, and one at least")
-    dtypes = {t.dtype for t in (*lefts, *rights)}
-    if len(dtypes) > 1 or lefts[0].dtype not in HALF:
-        raise ValueError(f"no Triton gradients of weights from {' and '.join(sorted(map(str, dtypes)))}, but "
-                         "from one of float16 and bfloat16")
-    for number, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-        check_shapes((f"left {number}", left, (left.shape[0], left.shape[-1])),
-                     (f"right {number}", right, (left.shape[0], right.shape[-1])))
 
 
 OP = operation("weight_gradients", launch)
