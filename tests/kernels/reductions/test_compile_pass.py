@@ -17,42 +17,48 @@ pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
 aten = torch.ops.aten
 
 
-class Found(list):
-    def __init__(self):
-        self.sums = []
+KINDS = dict(products=(aten.mm.default, compile_pass.weight_gradients.OP), sums=(sums.OP, sums.GATHERED_OP))
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """What the pass finds and leaves: [(matrix products before, after, gathered)] of each graph, and under
-    `sums` the same of these."""
+def counted(graph, gather):
+    """{kind: (nodes before gather(graph), after it, gathered)}"""
+    def nodes(target):
+        return graph.find_nodes(op="call_function", target=target)
+    before = {kind: len(nodes(single)) for kind, (single, _) in KINDS.items()}
+    gather(graph)
+    graph.lint()
+    return {kind: (before[kind], len(nodes(single)), sum(len(call.args[0]) for call in nodes(together)))
+            for kind, (single, together) in KINDS.items()}
+
+
+def of_graph(kind, function, *shapes, dtype=torch.float32, device="cpu", gathers=True):
+    """counted() of a function's graph."""
+    given = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+    graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*given).graph
+    return counted(graph, compile_pass.GatheredGradients(gathers, device))[kind]
+
+
+@pytest.fixture(autouse=True)
+def few_positions(monkeypatch):
     monkeypatch.setattr(compile_pass, "LEAST_POSITIONS", 12)
-    found, kinds = Found(), (
-        (aten.mm.default, compile_pass.weight_gradients.OP), (sums.OP, sums.GATHERED_OP))
-
-    class Watched(compile_pass.GatheredGradients):
-        def __call__(self, graph):
-            def nodes(target):
-                return graph.find_nodes(op="call_function", target=target)
-            before = [len(nodes(single)) for single, _ in kinds]
-            super().__call__(graph)
-            graph.lint()
-            for into, number, (single, together) in zip((found, found.sums), before, kinds, strict=True):
-                gathered = sum(len(call.args[0]) for call in nodes(together))
-                into.append((number, len(nodes(single)), gathered))
-
-        def uuid(self):
-            return None  # compiled anew, so that it runs
-
-    monkeypatch.setattr(compile_pass, "GatheredGradients", Watched)
     torch._dynamo.reset()
-    return found
+
+
+class Watched(compile_pass.GatheredGradients):
+    """The pass for a CPU, which keeps counted() of each graph in `graphs`."""
+    graphs = []
+
+    def __call__(self, graph):
+        self.graphs.append(counted(graph, super().__call__))
+
+    def uuid(self):
+        return None  # compiled anew, so that it runs
 
 
 def compiled(function, monkeypatch):
     """torch.compile as the model calls it, but for a CPU."""
-    made = compile_pass.GatheredGradients(True, "cpu")
-    monkeypatch.setattr(compile_pass, "GatheredGradients", lambda which: made)
+    monkeypatch.setattr(compile_pass, "GatheredGradients", lambda gathers: Watched(gathers, "cpu"))
+    Watched.graphs.clear()
     options = dispatch.gathered_gradients(True)
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
@@ -68,7 +74,7 @@ def near(ours, plain):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_layers(autocast, made, monkeypatch):
+def test_layers(autocast, monkeypatch):
     """Of four layers three: one has 23 results. Under autocast gradients are cast behind their products."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 48), nn.Linear(48, 16),
@@ -81,50 +87,45 @@ def test_layers(autocast, made, monkeypatch):
     weights = list(layers.parameters())
     plain = gradients(run, weights, x)
     assert near(gradients(compiled(run, monkeypatch), weights, x), plain)
-    assert made == [(0, 0, 0), (7, 4, 3)]  # 3 gradients of inputs, 4 of weights
+    # 3 gradients of inputs, 4 of weights
+    assert [each["products"] for each in Watched.graphs] == [(0, 0, 0), (7, 4, 3)]
 
 
-def test_what_is_not_gathered(made, monkeypatch):
+def test_what_is_not_gathered(monkeypatch):
     """What is used again in the graph, is alone, has too few positions, reads or makes too much, is float32
     or lies elsewhere."""
-    def graph_of(function, *shapes, dtype=torch.bfloat16, device="cpu", which=True):
-        given = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-        graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*given).graph
-        compile_pass.GatheredGradients(which, device)(graph)
-        return made.pop()[2]
+    def gathered(*given, dtype=torch.bfloat16, **how):
+        return of_graph("products", *given, dtype=dtype, **how)[2]
 
     def twice(x, y):
         return x.t() @ y, y.t() @ x
     both = (12, 16), (12, 32)
-    assert graph_of(twice, *both) == 2 and graph_of(twice, *both, which=False) == 0
-    assert graph_of(lambda x, y: [(x.t() @ y)[:8], (y.t() @ x).reshape(-1)], *both) == 2
-    assert graph_of(lambda x, y: (x.t() @ y, (y.t() @ x) @ x.t()), *both) == 0
-    assert graph_of(lambda x, y: (x.t() @ y, (y.t() @ x) + 1), *both) == 0
-    assert graph_of(lambda x, y: x.t() @ y, *both) == 0
-    assert graph_of(twice, (11, 16), (11, 32)) == graph_of(twice, (12, 16), (12, 24)) == 0
-    assert graph_of(lambda x, y: (x @ y.t(), y @ x.t()), *[(16, 16)] * 2) == 0
-    assert graph_of(lambda x, y: (x.t() @ y.t(), y.t() @ x.t()), *[(16, 16)] * 2) == 0
-    assert graph_of(twice, *both, dtype=torch.float32) == graph_of(twice, *both, device="cuda") == 0
+    assert gathered(twice, *both) == 2 and gathered(twice, *both, gathers=False) == 0
+    assert gathered(lambda x, y: [(x.t() @ y)[:8], (y.t() @ x).reshape(-1)], *both) == 2
+    assert gathered(lambda x, y: (x.t() @ y, (y.t() @ x) @ x.t()), *both) == 0
+    assert gathered(lambda x, y: (x.t() @ y, (y.t() @ x) + 1), *both) == 0
+    assert gathered(lambda x, y: x.t() @ y, *both) == 0
+    assert gathered(twice, (11, 16), (11, 32)) == gathered(twice, (12, 16), (12, 24)) == 0
+    assert gathered(lambda x, y: (x @ y.t(), y @ x.t()), *[(16, 16)] * 2) == 0
+    assert gathered(lambda x, y: (x.t() @ y.t(), y.t() @ x.t()), *[(16, 16)] * 2) == 0
+    assert gathered(twice, *both, dtype=torch.float32) == gathered(twice, *both, device="cuda") == 0
     for limit, most in (("MOST_NUMBERS", 16 * 32), ("MOST_BYTES", 2 * 12 * 48)):
         with monkeypatch.context() as limited:
             limited.setattr(compile_pass, limit, most)
-            assert graph_of(twice, *both) == 2
+            assert gathered(twice, *both) == 2
             limited.setattr(compile_pass, limit, most - 1)
-            assert graph_of(twice, *both) == 0
+            assert gathered(twice, *both) == 0
 
 
-def test_which_sums_are_gathered(made, monkeypatch):
+def test_which_sums_are_gathered(monkeypatch):
     """All of one dtype that are only handed on, the smallest as long as there is room; not one alone."""
-    def graph_of(function, *rows, device="cpu", which=True):
-        given = [torch.zeros(n, 8) for n in rows]
-        graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*given).graph
-        compile_pass.GatheredGradients(which, device)(graph)
-        return made.sums.pop()
+    def graph_of(function, *rows, **how):
+        return of_graph("sums", function, *((n, 8) for n in rows), **how)
 
-    def each(*parts, dtype=torch.bfloat16):
-        return [sums.OP(part, dtype) for part in parts]
+    def each(*partial_sums, dtype=torch.bfloat16):
+        return [sums.OP(each, dtype) for each in partial_sums]
     wide = torch.ops.prims.convert_element_type
-    assert graph_of(each, 2, 3, 4) == (3, 0, 3) and graph_of(each, 2, 3, 4, which=False) == (3, 3, 0)
+    assert graph_of(each, 2, 3, 4) == (3, 0, 3) and graph_of(each, 2, 3, 4, gathers=False) == (3, 3, 0)
     assert graph_of(each, 2) == (1, 1, 0) == graph_of(lambda x: sums.OP(x, torch.half)[0].float(), 2)
     assert graph_of(each, 2, 3, device="cuda") == (2, 2, 0)
     assert graph_of(lambda x, y: (sums.OP(x, torch.half), sums.OP(y, torch.float32)), 2, 2) == (2, 2, 0)
@@ -137,18 +138,18 @@ def test_which_sums_are_gathered(made, monkeypatch):
     assert graph_of(each, 2, 3) == (2, 2, 0)
 
 
-def test_long_sums_come_first(made):
-    parts = [torch.randint(9, size=(n, 8)).float() for n in (2, 300, 3)]
+def test_long_sums_come_first():
+    given = [torch.randint(9, size=(n, 8)).float() for n in (2, 300, 3)]
     graph = torch.fx.experimental.proxy_tensor.make_fx(
-        lambda *parts: [sums.OP(part, torch.float32) for part in parts], tracing_mode="fake")(*parts)
+        lambda *given: [sums.OP(each, torch.float32) for each in given], tracing_mode="fake")(*given)
     compile_pass.GatheredGradients(True, "cpu")(graph.graph)
     graph.recompile()
     call, = graph.graph.find_nodes(op="call_function", target=sums.GATHERED_OP)
     assert [len(node.meta["val"]) for node in call.args[0]] == [300, 3, 2]
-    assert all(map(torch.equal, graph(*parts), [part.sum(0) for part in parts]))
+    assert all(map(torch.equal, graph(*given), [each.sum(0) for each in given]))
 
 
-def test_a_block_with_kernels(made, monkeypatch):
+def test_a_block_with_kernels(monkeypatch):
     """Also under activation checkpointing, beside compiled code that gathers nothing."""
     monkeypatch.setattr(dispatch, "runs", lambda x: True)
     monkeypatch.setattr(dispatch, "takes_attention", lambda x, heads: True)
@@ -162,19 +163,18 @@ def test_a_block_with_kernels(made, monkeypatch):
     def through(block, msa, pair):
         return torch.cat([t.flatten() for t in block(msa, pair)])
     plain = gradients(partial(through, torch.compile(block, fullgraph=True, dynamic=False)), weights, *given)
-    assert made == []
     torch._dynamo.reset()
     gathering = partial(through, compiled(block, monkeypatch))
     for call in (gathering, partial(checkpoint, gathering, use_reentrant=False)):
         assert near(gradients(call, weights, *given), plain)
-    before, after, gathered = made[-1]
-    assert before - after == gathered == 18 and made.sums[-1] == (22, 0, 22)
+    before, after, gathered = Watched.graphs[-1]["products"]
+    assert before - after == gathered == 18 and Watched.graphs[-1]["sums"] == (22, 0, 22)
 
 
 def test_models_share_compiled_code_also_in_the_compilers_cache():
     """The compiler compares options: another one's would be another graph, and after eight it gives up."""
     assert dispatch.gathered_gradients(True) == dispatch.gathered_gradients(True) != {}
-    made = [compile_pass.GatheredGradients(*how) for how in (
+    passes = [compile_pass.GatheredGradients(*how) for how in (
         (True, "cpu"), (True, "cpu"), (True,), (False, "cpu"))]
-    for kinds in (made, [each.uuid() for each in made]):
+    for kinds in (passes, [each.uuid() for each in passes]):
         assert kinds[0] == kinds[1] and len(set(kinds)) == 3
