@@ -39,6 +39,7 @@ class OutOfMemoryError(RuntimeError):
     (UserError("wrong"), 2, "wrong"), (UserError("absent", code=4), 4, "absent"),
     (KeyboardInterrupt(), 130, "interrupted"), (MemoryError(), 1, "out of memory"),
     (OutOfMemoryError("x"), 1, "out of memory"), (RuntimeError("cannot Allocate memory"), 1, "out of memory"),
+    (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed\nmore"), 1, "a rank lost the others"),
     (RuntimeError("No working C++ compiler"), 3, "g++"),
     (OSError(2, "No such file", "data.a3m"), 2, "data.a3m")],
     ids=lambda value: type(value).__name__)

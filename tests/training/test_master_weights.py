@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fusion_lab.training import feeding
-from fusion_lab.training.master_weights import KernelMasters, MasterWeights
+from fusion_lab.training.master_weights import MasterWeights
 from fusion_lab.training.program import Data
 
 CPU = torch.device("cpu")
@@ -66,47 +66,10 @@ def test_gradients_of_masters_place_by_place():
     assert [weight.tolist() for weight in model.list] == [[2, 3], [4], [5]]
 
 
-def test_masters_are_clipped_by_torch():
-    masters = MasterWeights(Weights(2), torch.bfloat16)
-    masters.flat.grad = torch.zeros(64).index_fill(0, torch.tensor([0, 63]), 3)
-    assert masters.clip(1.0) == pytest.approx(18 ** 0.5)
-    assert masters.flat.grad[[0, 1, 63]].tolist() == pytest.approx([0.5 ** 0.5, 0, 0.5 ** 0.5], rel=1e-5)
-    masters.flat += 1
-    masters.after_step()
-    assert masters.low[:3].tolist() == [2, 3, 1]
-
-
-def test_a_kernel_finds_gradients_as_they_are_and_their_norm():
-    model = Weights(2, 1)
-    masters = KernelMasters(model, torch.bfloat16, wide=False)
-    give(model, [300, 0], [400])
-    masters.take_gradients()
-    assert masters.flat.grad is None and all(weight.grad is None for weight in model.list)
-    assert masters.gradient.dtype == torch.bfloat16 and masters.gradient.shape == masters.flat.shape
-    assert masters.gradient[[0, 1, 64]].tolist() == [300, 0, 400]
-    assert masters.clip(7.0) is masters.norm and masters.limit == 7
-    assert masters.norm == 500 and masters.norm.dtype == torch.float32 and masters.norm.shape == ()
-    assert masters.gradient[0] == 300  # the kernel scales it
-    masters.flat += 1
-    masters.after_step()
-    assert model.list[0].tolist() == [1, 2]  # the kernel writes them
-    masters.publish()
-    assert model.list[0].tolist() == [2, 3]
-
-
-def test_a_kernel_finds_gradients_that_others_have_changed():
-    model = Weights(2, 1)
-    masters = KernelMasters(model, torch.float16, wide=True)
-    give(model, [3, 0], None)
-    masters.take_gradients()
-    masters.flat.grad[64] = 4  # a sum over ranks
-    assert masters.gradient.dtype == torch.float32 and masters.clip(7.0) == 5
-
-
 # --- Batches ----------------------------------------------------------------------------------------------
 
 class Source(Data):
-    """Batches are (step, samples of rank, of size); each is noted when it is made, with its thread."""
+    """Each batch is noted when it is made, with its thread."""
 
     def __init__(self):
         self.made = []
@@ -114,20 +77,6 @@ class Source(Data):
     def batch(self, step):
         self.made.append((step, threading.current_thread() is threading.main_thread()))
         return dict(step=[step, -step])
-
-
-class Parted(Source):
-    def part(self, step, rank, size):
-        return dict(step=step, of=(rank, size))
-
-
-def test_a_rank_s_samples_of_a_step():
-    def world(rank, size):
-        return SimpleNamespace(rank=rank, size=size)
-    assert feeding.batch_of(Parted(), 3, world(0, 1)) == dict(step=[3, -3])
-    assert feeding.batch_of(Parted(), 3, world(1, 2)) == dict(step=3, of=(1, 2))
-    assert feeding.batch_of(Source(), 3, world(0, 2)) == dict(step=[3])
-    assert feeding.batch_of(Source(), 3, world(1, 2)) == dict(step=[-3])
 
 
 def test_a_step_s_batch_is_made_while_the_one_before_it_runs():
