@@ -38,7 +38,8 @@ def judge(name, **known):
 
 
 def check_early(program, argv):
-    """Parse for the errors alone; main() does it again, with the whole Program."""
+    """Parse for the errors alone, those of torchrun's variables too; main() does it again, with the whole
+    Program."""
     if program_file(argv, program.name):
         return  # the flags are another program's, which needs torch to be known
     parser = make_parser(program)
@@ -46,6 +47,7 @@ def check_early(program, argv):
     require_paths(parser, program, settings)
     if arguments.variants is not None:
         make_variants(settings, arguments.variants, on_gpu=False)  # for its errors
+    torchrun.place()
     files.require_packages(program.name, "torch", "numpy", "tqdm")
     if not arguments.check_flags and torchrun.first():
         print(f"{program.name}: loading PyTorch ...", flush=True,

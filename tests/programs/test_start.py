@@ -42,6 +42,12 @@ def test_flags_are_judged_before_torch_is_imported(program, flags, code, words, 
     assert code == 0 or done.stderr.count("\n") == 1 and done.stdout == ""
 
 
+def test_a_rank_that_a_shell_leaked_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    done = begun(TRAINER, "--num-steps", "1", torch="raise SystemExit('torch was imported')", directory=tmp_path)
+    assert done.returncode == 2 and "RANK" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_a_working_directory_that_was_deleted_is_one_line(tmp_path):
     code = f"import os, sys; os.rmdir(os.getcwd()); os.execv({sys.executable!r}, ['python', *sys.argv[1:]])"
     done = subprocess.run([sys.executable, "-c", code, str(ROOT / TRAINER)], cwd=tmp_path, check=False,
