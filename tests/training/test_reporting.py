@@ -14,10 +14,10 @@ from fusion_lab.training.reporting import (
     print_ending,
     print_result,
     require_finite,
-    shorter,
     step_line,
 )
 from tests.second_program import PROGRAM as SECOND
+from tiny_openfold_v2 import Trainer
 
 CPU = torch.device("cpu")
 
@@ -49,8 +49,6 @@ def test_a_loss_that_is_not_finite_is_named_by_its_step():
 
 
 def test_the_last_line_is_shortened_from_behind(capsys):
-    assert shorter(dict(a=1, b=2)) == dict(a=1) and shorter(dict(a=1)) is None is shorter(5)
-    assert shorter([1, 2]) == [1] and shorter("ab") == "a" and shorter([]) is None
     headline = dict(mode="m", rows=list(range(1000)), z="last by name")
     print_result(headline, "s.json", SECOND.settings())
     line = capsys.readouterr().out
@@ -74,41 +72,25 @@ def test_how_to_go_on(capsys):
     assert "--init-from 'a b.pt'" in said(10, "a b.pt", schedule="cosine")
 
 
-class Layer(torch.nn.Linear):
-    def __init__(self, own):
-        super().__init__(10, 100)
-        self.in_words = lambda dtype: own
-
-
-def started(capsys, fusion=(), training=(), **given):
-    """The start-up lines of a run on a CPU."""
-    own = given.pop("own", {})
-    settings = SECOND.settings(**dict(fusion), **dict(training))
-    trainer = SimpleNamespace(**dict(
-        program=SECOND, settings=settings, device=CPU, amp_dtype=None, model=Layer(own), world=ALONE) | given)
-    describe_start(trainer, SimpleNamespace(describe=lambda: "numbers"))
+def started(capsys, own, world=ALONE, **values):
+    """The start-up lines of a run on a CPU, whose model says this of itself."""
+    settings = SECOND.settings(**values)
+    trainer = Trainer(SECOND, settings, CPU, world)
+    trainer.model.in_words = lambda dtype: own
+    describe_start(trainer, SECOND.data(settings))
     return capsys.readouterr().out.splitlines()
 
 
 def test_start_up_lines(capsys, monkeypatch):
-    monkeypatch.setattr(reporting, "cpu_name", lambda: "a CPU")
-    monkeypatch.setattr(reporting.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    plain = started(capsys)
-    assert plain == [
-        f"Device: cpu (a CPU) | torch {torch.__version__} | dtype: float32 | seed: 42",
-        "Model: 1,100 parameters", f"Data: numbers | {SECOND.sample(SECOND.settings())}",
-        "Fusion Optimizations:", "   Fused ReLU: Enabled", "   Torch Compile: Disabled"]
-    switches = dict(enable_fused_residual=True, enable_cuda_graphs=True)
-    lines = started(
-        capsys, switches, dict(use_tf32=True), amp_dtype=torch.bfloat16,
-        own=dict(sizes="two sizes", last="last", remarks=dict(enable_fused_relu="by hand", other="x")),
-        world=World(size=2))
-    assert " | dtype: bfloat16 | " in lines[0] and lines[1:] == [
-        "Ranks: 2", "Model: two sizes, 1,100 parameters", plain[2], plain[3],
-        "   Fused ReLU: Enabled (by hand)", "   Torch Compile: Disabled", "   last",
-        "Besides: --enable-cuda-graphs --enable-fused-residual",
-        "Not used here: CUDA graphs need a GPU; this device has no TF32"]
-    assert started(capsys, dict(enable_fused_relu=False), own=dict(remarks=dict(
-        enable_fused_relu="by hand")))[4] == "   Fused ReLU: Disabled"
     monkeypatch.setattr(reporting.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
-    assert started(capsys)[6].startswith("Busy machine: load 1000.0 on ")
+    lines = started(capsys, {})
+    assert " | dtype: float32 | seed: 42" in lines[0] and lines[-1].startswith("Busy machine: load 1000.0")
+    assert lines[3:-1] == ["Fusion Optimizations:", "   Fused ReLU: Enabled", "   Torch Compile: Disabled"]
+    monkeypatch.setattr(reporting.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    remarks = dict(enable_fused_relu="by hand", enable_torch_compile="no remark on what is off")
+    lines = started(capsys, dict(sizes="two sizes", last="last", remarks=remarks), World(size=2),
+                    use_tf32=True, enable_fused_residual=True, enable_cuda_graphs=True)
+    assert lines[1] == "Ranks: 2" and lines[2].startswith("Model: two sizes, ")
+    assert lines[5:] == ["   Fused ReLU: Enabled (by hand)", "   Torch Compile: Disabled", "   last",
+                         "Besides: --enable-cuda-graphs --enable-fused-residual",
+                         "Not used here: CUDA graphs need a GPU; this device has no TF32"]
