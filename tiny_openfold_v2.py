@@ -765,7 +765,6 @@ def train(program, settings, compare_with=None):
 # What the lab must know of this model, and the command line
 # --------------------------------------------------------------------------------------------------------
 
-
 PROGRAM = Program(
     **KNOWN,  # names, configs and sizes: see there
     model=TinyOpenFoldV2,

@@ -44,7 +44,7 @@ def test_flags_are_judged_before_torch_is_imported(program, flags, code, words, 
 
 def test_a_rank_that_a_shell_leaked_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    done = begun(TRAINER, "--num-steps", "1", torch="raise SystemExit('torch was imported')", directory=tmp_path)
+    done = begun(TRAINER, "--demo", torch="raise SystemExit('torch was imported')", directory=tmp_path)
     assert done.returncode == 2 and "RANK" in done.stderr and done.stderr.count("\n") == 1
 
 

@@ -38,9 +38,7 @@ class Evoformer(Model):
     def costs(self, training):
         return costs.costs(self.config, self.fusion, training)
 
-    @staticmethod
-    def least_bytes(settings):
-        return costs.least_bytes(settings)
+    least_bytes = staticmethod(costs.least_bytes)
 
     def statistics(self):
         return costs.statistics(self.fusion, self.config.num_blocks)
