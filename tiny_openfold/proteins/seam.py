@@ -38,7 +38,9 @@ class Evoformer(Model):
     def costs(self, training):
         return costs.costs(self.config, self.fusion, training)
 
-    least_bytes = staticmethod(costs.least_bytes)
+    @staticmethod
+    def least_bytes(settings):
+        return costs.least_bytes(settings)
 
     def statistics(self):
         return costs.statistics(self.fusion, self.config.num_blocks)
