@@ -599,8 +599,7 @@ class TinyOpenFoldV2(nn.Module, Evoformer):
 
 
 class Trainer:
-    """The state of a run, which a checkpoint holds, and one step of it. Whoever makes one calls
-    process_settings() first."""
+    """The state of a run, which a checkpoint holds, and one step of it; process_settings() comes first."""
 
     def __init__(self, program, settings, device, world=distributed.ALONE):
         self.program, self.settings, self.device, self.world = program, settings, device, world
@@ -614,8 +613,7 @@ class Trainer:
         low = self.amp_dtype if fusion.enable_master_weights else None
         self.autocasts = self.amp_dtype is not None and low is None
         self.weights = optimized_weights(self.model, low, world, fusion.enable_triton_adamw)
-        self.use_graph = fusion.enable_cuda_graphs and device.type == "cuda"
-        self.graph = None  # until the first step
+        self.use_graph, self.graph = fusion.enable_cuda_graphs and device.type == "cuda", None
         self.optimizer = recipe.optimizer(self.weights, self.training, self.use_graph)
         self.average = recipe.average(self.weights, self.training.ema_decay)  # None without --ema-decay
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
@@ -743,7 +741,7 @@ def train(program, settings, compare_with=None):
         with Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
             losses, times = run_steps(trainer, source, profiling, findings, metrics, stop)
 
-        # Sum up: once before the evaluation, which may fail, and once with it
+        # Sum up, once before the evaluation, which may fail, and once with it; and say how it ended
         result = summary.summarise(trainer, findings, losses, profiling.undisturbed(times))
         path = summary.write(trainer, result)
         evaluate(trainer, source, metrics, stop, print, final=True)
@@ -751,8 +749,6 @@ def train(program, settings, compare_with=None):
         summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
         peak = result["performance_summary"]["peak_memory_mb"]
         analysis = write_analysis(trainer, findings, times, peak, profiling)
-
-        # Say how it ended
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], signal)
         if world.first:
             with trainer.averaged():
@@ -767,9 +763,8 @@ def train(program, settings, compare_with=None):
 
 PROGRAM = Program(
     **KNOWN,  # names, configs and sizes: see there
-    model=TinyOpenFoldV2,
+    model=TinyOpenFoldV2, trainer=Trainer,
     data=proteins.open_source,  # real proteins or built-in ones, as the flags say
-    trainer=Trainer,
     modes={"--contacts": prediction.contacts, "--fold": partial(fold_prediction.fold, DISTANCE_CENTRES)})
 
 
@@ -788,9 +783,9 @@ def run(argv=None, program=PROGRAM):
         return program.modes[mode](program, settings)
     if mode == "--compare-fusion":
         return compare_fusion(program, settings, arguments.variants, getattr(arguments, "num_steps", None))
-    modes = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
-             "--retune": retune.retune}
-    return modes[mode](program, settings.claimed())
+    lab = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
+           "--retune": retune.retune}
+    return lab[mode](program, settings.claimed())
 
 
 def main(argv=None, program=PROGRAM):
