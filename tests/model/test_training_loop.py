@@ -13,6 +13,7 @@ from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.metrics import read_metrics
 from fusion_lab.training import checkpoints
 from fusion_lab.training.evaluations import Evaluation
+from fusion_lab.training.files import UserError
 from fusion_lab.training.master_weights import Weights
 from tests.model.test_layers import TINY, trainer_of
 from tests.support import last_json
@@ -214,6 +215,18 @@ def test_a_checkpoint_knows_what_its_run_has_learned_from(tmp_path, capsys):
     capsys.readouterr()
     assert tof.main(flags_of(**flags, save_checkpoint=tmp_path), program) == 2
     assert "Warming up" not in capsys.readouterr().out  # what cannot be saved is not begun
+
+
+def test_what_is_not_finite_is_not_saved(tmp_path):
+    """The loss of the last step says nothing of the weights after it."""
+    trainer, path = trainer_of(), tmp_path / "c.pt"
+    checkpoints.save(trainer, path)
+    before = path.read_bytes()
+    with torch.no_grad():
+        trainer.model.distogram_head.bias[3] = torch.inf
+    with pytest.raises(UserError, match="model is not finite"):
+        checkpoints.save(trainer, path)
+    assert path.read_bytes() == before
 
 
 def test_a_cpu_captures_no_graph():
