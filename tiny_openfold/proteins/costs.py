@@ -43,9 +43,9 @@ def costs(config, fusion, training):
 
 def least_bytes(settings):
     """Memory that a training step in these settings takes at least: weights with their gradients, and what
-    each block keeps for its backward pass, or one block where blocks are recomputed. Measured peaks are 1.3
-    to 4 times as large, since 30 pair tensors and 10 MSA tensors are less than the leanest kernels keep
-    of some 60 and 25."""
+    each block keeps for its backward pass, or one block where blocks are recomputed. Measured peaks of
+    tensors are 1.3 to 2.5 times as large, a CPU process up to 4 times: 30 pair tensors and 10 MSA tensors are
+    less than the leanest kernels keep of some 60 and 25."""
     c, fusion, training = settings.model, settings.fusion, settings.training
     element, samples = element_bytes(training), training.batch_size * c.seq_len
     pair, msa = samples * c.seq_len * c.pair_dim * element, samples * c.num_seqs * c.msa_dim * element
