@@ -120,10 +120,10 @@ def test_non_finite_loss_stops_with_exit_code_1(tmp_path, capsys):
     assert not (tmp_path / "c.pt").exists()
 
 
-def test_out_of_memory_is_one_line(tmp_path, capsys):
+def test_a_size_that_no_memory_holds_is_one_line(tmp_path, capsys):
     code = train(tmp_path, "--num-steps", 1, "--seq-len", 300000, "--num-seqs", 1)
     error = capsys.readouterr().err.strip()
-    assert code == 1 and "out of memory: lower --batch-size" in error and "\n" not in error
+    assert code == 2 and "--seq-len 300000" in error and "\n" not in error
 
 
 @pytest.mark.slow
