@@ -11,6 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import adamw, outer_product, projections, tuner
+from fusion_lab.kernels.attention import bias_gradient
 from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.attention.drop_in import triangle_attention
 from fusion_lab.kernels.precision import HALF
@@ -21,10 +22,8 @@ from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.machine import process_settings
 from tests.kernels import problems
-from tests.kernels.attention import test_bias_gradient as bias_gradients
+from tests.kernels import test_exact as exact
 from tests.kernels.attention import test_drop_in as called
-from tests.kernels.attention import test_padded_bias as padded_biases
-from tests.kernels.reductions import test_sums as check_sums
 from tests.kernels.reductions import test_weight_gradients as weights
 from tests.kernels.rule import equal, gradients, violations
 from tests.kernels.test_families import tiles_of
@@ -273,34 +272,28 @@ def test_gradients_of_many_weights_with_every_tile(number, dtype, monkeypatch):
         assert torch.equal(*(weight_gradients.OP(*given) for _ in range(2)))
 
 
-@pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
-def test_many_sums(dtype):
-    """Of whole numbers, so that they are exact; of others the same bits in every run."""
-    sizes = [(2048, 384), (1024, 640), (777, 3, 40), (256, 1 << 17), (2, 1 << 20), (0, 5), (1, 1)] * 6
-    with torch.device(DEVICE):
-        for case in (*check_sums.CASES.values(), sizes):
-            parts = check_sums.problem(case)
-            assert torch.equal(sums.GATHERED_OP(parts, dtype), check_sums.expected(parts, dtype))
-        parts = [torch.randn(size) for size in sizes]
-        assert torch.equal(*(sums.GATHERED_OP(parts, dtype) for _ in range(2)))
+EXACT = {  # larger cases of test_exact.py
+    "padded bias": [(1, 4, 512, 512, 1, torch.bool)],
+    "gradient of a bias": [(64, 4, 4, 64, 64), (64, 1, 4, 64, 51), (8, 1, 4, 256, 256), (1, 2, 4, 512, 499)],
+    "sums": [((2048, 384), (1024, 640), (777, 3, 40), (256, 1 << 17), (2, 1 << 20), (0, 5), (1, 1)) * 6]}
 
 
 @pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
-def test_padded_biases_and_their_gradients_are_exact(dtype):
-    """Of whole numbers; gradients of others have the same bits in every run."""
-    sizes = [(64, 4, 4, 64, 64), (64, 1, 4, 64, 51), (8, 1, 4, 256, 256), (1, 2, 4, 512, 499)]
+@pytest.mark.parametrize("family", EXACT)
+def test_numbers_that_are_exact(family, dtype):
     with torch.device(DEVICE):
-        for turned in (False, True):
-            for case in (*bias_gradients.CASES.values(), *sizes):
-                given = bias_gradients.problem(dtype, *case)
-                assert not bias_gradients.wrong(given, torch.bfloat16, turned), case
-            partial_sums = torch.randn(77, 2, 4, 64, 64).to(dtype)
-            assert torch.equal(*(bias_gradients.bias_gradient.OP(partial_sums, 51, dtype, turned)
-                                 for _ in range(2)))
-        made_in = torch.float32 if dtype == torch.float16 else dtype
-        for layout in padded_biases.LAYOUTS:
-            for case in (*padded_biases.CASES.values(), (1, 4, 512, 512, 1, torch.bool)):
-                assert not padded_biases.wrong(padded_biases.problem(dtype, *case, layout), made_in), case
+        for case in (*exact.FAMILIES[family][1].values(), *EXACT[family]):
+            assert exact.wrong(family, dtype, case) == [], case
+
+
+@pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
+def test_sums_have_the_same_bits_in_every_run(dtype):
+    with torch.device(DEVICE):
+        problems = [torch.randn(size) for size in EXACT["sums"][0]]
+        assert torch.equal(*(sums.GATHERED_OP(problems, dtype) for _ in range(2)))
+        partial_sums = torch.randn(77, 2, 4, 64, 64).to(dtype)
+        for transpose in (False, True):
+            assert torch.equal(*(bias_gradient.OP(partial_sums, 51, dtype, transpose) for _ in range(2)))
 
 
 def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):
