@@ -23,11 +23,12 @@ limit, 130 and 143 interrupted, 141 the reader of the output has gone"""
 
 
 class UserError(Exception):
-    """Ends the program with its message on stderr and this exit code."""
+    """Ends the program with its message on stderr and this exit code; details, if any, are the lines to print
+    instead of it."""
 
-    def __init__(self, message, code=USAGE):
+    def __init__(self, message, code=USAGE, details=()):
         super().__init__(message)
-        self.code = code
+        self.code, self.lines = code, tuple(details) or (str(message),)
 
 
 # --- Files --------------------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ def ending(run, argv):
         print(end="", flush=True)
         return code, ()
     except UserError as error:
-        return error.code, [str(error)]
+        return error.code, error.lines
     except KeyboardInterrupt:
         return 128 + signal.SIGINT, ["interrupted"]
     except BrokenPipeError:
