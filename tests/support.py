@@ -34,10 +34,9 @@ def save_model(path, program, weights, config, card):
     """Write a model file: weights, such as a model's state_dict(), and a card, plain values."""
     import torch
 
-    from fusion_lab.training import models
+    from fusion_lab.training.checkpoints import format_of
     weights = {name: weight.bfloat16() for name, weight in weights.items()}
-    torch.save(dict(format=models.format_of(program), config=models.sizes(config), card=card, model=weights),
-               path)
+    torch.save(dict(format=format_of(program, "model"), config=vars(config), card=card, model=weights), path)
 
 
 def wait_for(condition, patience=PATIENCE):

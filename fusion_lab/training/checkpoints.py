@@ -2,7 +2,7 @@
 import contextlib
 import os
 import zipfile
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from functools import partial
 
 import torch
@@ -24,9 +24,9 @@ OF_A_SESSION = ("num_steps", "warmup_steps", "log_every", "eval_every", "save_ch
 MOMENTS = "exp_avg", "exp_avg_sq"  # of AdamW
 
 
-def format_of(program):
-    """What the checkpoints of a program call themselves."""
-    return f"{program.stem} checkpoint 1"
+def format_of(program, kind="checkpoint"):
+    """What the checkpoints of a program, or its files of another kind, call themselves."""
+    return f"{program.stem} {kind} 1"
 
 
 def packings(model):
@@ -151,9 +151,7 @@ def read_checkpoint(path, program, config):
     if not isinstance(saved, dict) or saved.get("format") != format_of(program):
         raise UserError(f"checkpoint {path}: not a checkpoint of this program")
     try:
-        replace(config, **saved["config"])
-        made = {f.name: saved["config"].get(f.name, f.default) for f in fields(config)
-                if not f.metadata["resized"]}  # an older one lacks newer fields
+        made = saved_config(saved, program)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"checkpoint {path}: of a model that this version lacks ({printable(error):.200})"
                         ) from None
@@ -161,10 +159,17 @@ def read_checkpoint(path, program, config):
     return saved
 
 
+def saved_config(saved, program):
+    """The config of a model that was saved; what may be resized has its default, and fields that are newer
+    have, too. Raises AttributeError, KeyError, TypeError or ValueError where it is none."""
+    resized = {f.name for f in fields(program.model_config) if f.metadata["resized"]}
+    return program.model_config(**{n: v for n, v in saved["config"].items() if n not in resized})
+
+
 def refuse_other_sizes(made, config, what):
-    """UserError, with the flags that fit, where a saved model's sizes, {name: value}, are not config's."""
-    different = [spelled(name, printable(value)) for name, value in made.items()
-                 if value != getattr(config, name)]
+    """UserError, with the flags that fit, where the config of a saved model is of another model than this."""
+    different = [spelled(f.name, getattr(made, f.name)) for f in fields(config)
+                 if not f.metadata["resized"] and getattr(made, f.name) != getattr(config, f.name)]
     if different:
         raise UserError(f"{what}: made for another model; to use it, pass {' '.join(different)}")
 

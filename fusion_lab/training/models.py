@@ -1,6 +1,6 @@
 """Model files: a config, weights in bfloat16 and a card that tells where they come from, for those who use a
 model rather than train it. A checkpoint serves as well."""
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -17,16 +17,6 @@ class SavedModel:
     card: dict      # plain values; of a checkpoint, its step and what it was trained on
 
 
-def format_of(program):
-    """What the model files of a program call themselves."""
-    return f"{program.stem} model 1"
-
-
-def sizes(config):
-    """{name: value} of the fields of a config that make the model what it is."""
-    return {f.name: getattr(config, f.name) for f in fields(config) if not f.metadata["resized"]}
-
-
 def read_model(path, program):
     """The SavedModel of a model file or of a checkpoint of a program, made under any switches. UserError if
     the file cannot be read, is damaged or foreign."""
@@ -36,11 +26,10 @@ def read_model(path, program):
         saved = {**saved, "card": {name: saved.get(name) for name in
                                    ("step", "trained_on", "sequences", "chosen_by")},
                  "model": saved.get("average", saved["model"])}
-    elif kind != format_of(program):
+    elif kind != checkpoints.format_of(program, "model"):
         raise UserError(f"model {path}: neither a model file nor a checkpoint of {program.name}")
     try:
-        resized = {f.name for f in fields(program.model_config) if f.metadata["resized"]}
-        config = program.model_config(**{n: v for n, v in saved["config"].items() if n not in resized})
+        config = checkpoints.saved_config(saved, program)
         weights = {name: weight.float() for name, weight in saved["model"].items()}
         with torch.device("meta"):
             expected = program.model(config, program.fusion_config.preset(False)).state_dict()
@@ -58,7 +47,7 @@ def load_weights(trainer, path, source):
     """Let a new run begin with the weights of a checkpoint, averaged if it has such, or of a model file.
     Raises UserError."""
     saved = read_model(path, trainer.program)
-    checkpoints.refuse_other_sizes(sizes(saved.config), trainer.settings.model, f"--init-from {path}")
+    checkpoints.refuse_other_sizes(saved.config, trainer.settings.model, f"--init-from {path}")
     checkpoints.refuse_leaks(saved.card, source, f"--init-from {path}")
     trainer.weights.put(checkpoints.packed(trainer, saved.weights))
     trainer.average = recipe.average(trainer.weights, trainer.training.ema_decay)

@@ -117,6 +117,8 @@ def test_a_checkpoint_of_another_model_says_with_which_flags_it_fits(tmp_path):
     assert read_checkpoint(path, tof.PROGRAM, model(seq_len=5))["step"] == 1
     with pytest.raises(UserError, match=f"{path}.* --pair-dim 8$"):
         read_checkpoint(path, tof.PROGRAM, model(pair_dim=16))
+    with pytest.raises(UserError, match="pass --orientations$"):  # a switch
+        read_checkpoint(changed(path, trainer, config=vars(model(orientations=True))), tof.PROGRAM, config)
     for gone in (dict(vars(config), depth=60 * "b\n"), {1: 2}):  # which no flags bring back
         with pytest.raises(UserError, match="of a model that this version lacks") as caught:
             read_checkpoint(changed(path, trainer, config=gone), tof.PROGRAM, config)
