@@ -6,14 +6,18 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import compare
+from fusion_lab.measuring import accuracy, compare
 from fusion_lab.measuring import probe as probing
+from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.comparison_table import compare_fusion
+from fusion_lab.measuring.variants import make_variants
 from tests.support import PATIENCE, ROOT, last_json, run_program
 
 CPU = torch.device("cpu")
@@ -41,6 +45,43 @@ def test_a_first_step_counts_as_much_as_the_third(values):
     third = probing.probe(trainer, batch)
     assert first.launches > 400 and first.saved_mb > 0.2
     assert dataclasses.replace(first, timeline=None) == dataclasses.replace(third, timeline=None)
+
+
+def candidate_of(variant, **values):
+    candidate = compare.Candidate(variant)
+    candidate.__dict__.update(values)
+    return candidate
+
+
+def test_dropout_draws_alike_for_all_variants():
+    settings = SETTINGS.having(dropout=0.5)
+    batch, losses, weights = tof.PROGRAM.data(settings).batch(0), [], None
+    for variant in make_variants(settings, "fused", False):
+        trainer = tof.Trainer(tof.PROGRAM, variant.settings, CPU)
+        accuracy.shake(trainer.model)
+        weights = weights or {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+        trainer.model.load_state_dict(weights)
+        candidate = candidate_of(variant, trainer=trainer, timer=PhaseTimer(CPU))
+        torch.manual_seed(len(losses))  # the generator may stand anywhere
+        candidate.take_turn(1, batch)
+        losses += candidate.losses
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_round_that_a_signal_cut_short_counts_for_nobody():
+    baseline, fused = (
+        candidate_of(variant, counts=probing.Findings({}, 1), losses=losses, timer=SimpleNamespace(
+            seconds=lambda steps=steps: np.ones((steps, 3))))
+        for variant, steps, losses in zip(make_variants(SETTINGS, "fused", False), (2, 3),
+                                          ([5.0, 4.5], [5.0, 4.0, 3.0]), strict=True))
+    row = fused.row(baseline)
+    assert (len(row.step_times), row.final_loss, row.final_loss_difference) == (2, 4.0, 0.5)
+
+
+def test_so_many_rounds_as_were_asked_for_however_long_they_take(monkeypatch):
+    monkeypatch.setattr(compare.time, "monotonic", iter(range(0, 10 ** 6, 1000)).__next__)
+    one = SimpleNamespace(variant=SimpleNamespace(reason=None), take_turn=lambda number, batch: None)
+    assert compare.alternate([one], [None], 9, SimpleNamespace(signal=None)) == "9 rounds"
 
 
 @pytest.mark.parametrize("names", ["al", "only-opm"])
