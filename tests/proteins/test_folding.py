@@ -98,3 +98,8 @@ def test_chosen_is_what_costs_least_with_its_hand():
     hands = [folding.best_of(potential, image[k:k + 2], SEQUENCE).energy for k in (0, 2)]
     assert found.gap > 1 and [found.energy + found.gap, found.energy] == pytest.approx(hands, abs=1e-5)
     assert not folding.best_of(potential, image.flip(0), SEQUENCE).mirrored
+
+
+def test_residues_along_a_trace_are_turned_and_never_mirrored():
+    rotation, _ = folding.frames_along(3 * torch.randn(4, 9, 3, generator=torch.Generator().manual_seed(0)))
+    torch.testing.assert_close(rotation.det(), torch.ones(4, 9))
