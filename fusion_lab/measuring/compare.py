@@ -227,10 +227,9 @@ def alternate(candidates, supply, rounds, request):
 def candidates_of(program, variants, device, batch, note):
     """The variants that share this process, the baseline first, each counted."""
     candidates = [Candidate(variant) for variant in variants]
-    for number, candidate in enumerate(candidates, 1):
-        if candidate.variant.reason:
-            continue
-        note(f"counting memory and launches of {candidate.variant.name}, {number} of {len(candidates)}")
+    wanted = [candidate for candidate in candidates if not candidate.variant.reason]
+    for number, candidate in enumerate(wanted, 1):
+        note(f"counting memory and launches of {candidate.variant.name}, {number} of {len(wanted)}")
         with reasons(candidate.variant):
             candidate.count(program, device, batch)
         release()

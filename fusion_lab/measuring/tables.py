@@ -36,5 +36,7 @@ def escaped(text):
 
 
 def cell(value, form=".2f", scale=1.0, unit=""):
-    """A number as a cell: scaled, formatted, with its unit; empty for None."""
-    return "" if value is None else format(value * scale, form) + unit
+    """A number as a cell: scaled, formatted, without a sign where it rounds to 0, with its unit; empty for
+    None."""
+    text = "" if value is None else format(value * scale, form) + unit
+    return text if any(digit in text for digit in "123456789") else text.removeprefix("-")

@@ -230,3 +230,4 @@ def test_tables():
     assert aligned(rows)[0] == "name       a" and aligned([["a", "b"], ["long"]]) == ["a     b", "long"]
     assert markdown([["n", "a"], ["x"]]) == ["| n | a |", "|---|---|", "| x |  |"]
     assert (cell(None), cell(0.5), cell(1.25, ".1f", 100, "%")) == ("", "0.50", "125.0%")
+    assert (cell(-0.04, ".1f", unit="%"), cell(-0.06, ".1f")) == ("0.0%", "-0.1")
