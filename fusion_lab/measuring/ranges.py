@@ -77,10 +77,10 @@ class Profiling:
     NVTX/roctx ranges with profiler start and stop, a memory profile from the run's Findings. Results go to
     config.profile_dir.
 
-    With a trace there come first `untraced` steps, as in any run; on a CPU as many as the trace holds, which
-    are timed by range; one in which the profiler starts; then the traced ones. Afterwards `trace` is the
-    trace's path, None where there is none, and `samples` has a dict for each step that was timed by range,
-    {range or phase: seconds without the ranges in it}.
+    With a trace there come first steps without the profiler, on a CPU timed by range, which takes up to 4% of
+    a small one; one in which the profiler starts; then the traced ones. Afterwards `trace` is the trace's
+    path, None where there is none, and `samples` has a dict for each step that was timed by range, {range or
+    phase: seconds without the ranges in it}.
     """
 
     def __init__(self, config, device, named_modules, found, num_steps):
@@ -93,10 +93,8 @@ class Profiling:
         recording = config.enable_pytorch_profiler and num_steps > 0
         self.timing = recording and device.type == "cpu"
         start = int(num_steps > 1)  # the step in which the profiler starts is slow
-        kinds = 3 if self.timing else 2
-        self.traced = max(1, min(config.profile_steps, (num_steps - start) // kinds))
+        self.traced = max(1, min(config.profile_steps, (num_steps - start) // 2))
         self.without = num_steps - start - self.traced if recording else num_steps  # the profiler
-        self.untraced = max(0, self.without - self.traced * self.timing)
         self.sums, self.samples = sums_by_range(time.perf_counter), []
         self.profiler = None
         if recording:
@@ -110,7 +108,7 @@ class Profiling:
         profiler.export_chrome_trace(self.trace)
 
     def __enter__(self):
-        if self.outer or self.profiler and not self.untraced:
+        if self.outer or self.timing or self.profiler and not self.without:
             self.attach()
         if self.profiler:
             self.profiler.__enter__()
@@ -125,7 +123,7 @@ class Profiling:
         """A phase of the step, or a module's forward or backward pass, begins."""
         if self.off:
             return
-        if self.timing and self.number >= self.untraced:
+        if self.timing:
             self.sums.enter(name)
         if self.profiler and self.number >= self.without:
             self.open_ranges.append(torch.profiler.record_function(name))
@@ -149,8 +147,8 @@ class Profiling:
         if self.sums.sums and (self.number <= self.without or not self.without):
             self.samples.append(self.sums.sums)
         self.sums.sums = {}
-        if self.profiler and self.number == self.untraced and not self.outer:
-            self.attach()  # not earlier: hooks take up to 4% of a small step
+        if self.profiler and self.number == self.without and not (self.outer or self.timing):
+            self.attach()  # not earlier, since hooks cost the host's time
         if self.profiler:
             self.profiler.step()
 
@@ -168,9 +166,9 @@ class Profiling:
                 switch_outer_profiler(on=True)
 
     def undisturbed(self, steps):
-        """Of something for each step that ran, what nothing slowed down, or the profiler did not; all, where
-        it saw all."""
-        return steps[:self.untraced or self.without or None]
+        """Of something for each step that ran, that of the steps without the profiler; all, where it saw
+        all."""
+        return steps[:self.without or None]
 
     def __exit__(self, *error):
         if self.outer:

@@ -11,7 +11,7 @@ ABOUT = """One PyTorch profiler session: where time and memory go, by sub-layer,
     ./run_pytorch_profiler.sh --ablation          # each fusion alone, left out
 
 It is a training run of 21 steps, or of --num-steps: the last --profile-steps of them are traced, those
-before are timed, on a CPU some of them by sub-layer. Takes the flags of tiny_openfold_v2.py, or of the
+before are timed, on a CPU by sub-layer. Takes the flags of tiny_openfold_v2.py, or of the
 program that --program names, but its modes and the files that only training reads or writes. Results go to
 --profile-dir: a trace, fusion_analysis.json, comprehensive_profiling_report.md and plots. Where the output is
 no terminal, its last line is the result as JSON.

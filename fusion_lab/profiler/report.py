@@ -19,8 +19,7 @@ TIMES = {  # by the unit of the analysis: what the table's times and their share
     "kernel": "Times are those of kernels and copies on the GPU, in the traced steps; the time of a step "
               "above is of the steps before these. Where the GPU waits for launches, the step gains less "
               "than \"at most\" says.",
-    "operation": "Times are the CPU's, in steps without the profiler that were timed by sub-layer; the time "
-                 "of a step above is of the steps before these."}
+    "operation": "Times are the CPU's, in the same steps as the time of a step above."}
 
 
 def sublayer_rows(analysis):

@@ -2,6 +2,7 @@
 import base64
 import html
 
+from fusion_lab.measuring.tables import cell
 from fusion_lab.study.summary import Gain, findings, gain_of
 from fusion_lab.training.files import counted
 
@@ -59,8 +60,9 @@ def html_table(name, title, head, rows):
     """A section with a table; nothing without rows. A cell is text, or (text, class)."""
     def row(tag, cells):
         parts = []
-        for column, cell in zip(head, cells, strict=True):
-            text, kind = cell if isinstance(cell, tuple) else (cell, "text" * (column in TEXT_COLUMNS))
+        for column, content in zip(head, cells, strict=True):
+            text, kind = content if isinstance(content, tuple) else (
+                content, "text" * (column in TEXT_COLUMNS))
             parts.append(f'<{tag} class="{kind}">{escape(text)}</{tag}>')
         return f"<tr>{''.join(parts)}</tr>\n"
 
@@ -69,7 +71,7 @@ def html_table(name, title, head, rows):
 
 
 def rounded(value, form=".2f", unit=""):
-    return "n/a" if value is None else f"{value:{form}}{unit}"
+    return cell(value, form, unit=unit) or "n/a"
 
 
 def gain_cell(gain):

@@ -174,13 +174,12 @@ def profile(monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", Profile)
 
 
-@pytest.mark.parametrize("device, steps, undisturbed, wait, warmup, active", [
-    (CPU, 21, 10, 15, 1, 5), (CPU, 10, 3, 6, 1, 3), (CPU, 4, 1, 2, 1, 1), (CPU, 3, 1, 1, 1, 1),
-    (CPU, 2, 2, 0, 1, 1), (CPU, 1, 1, 0, 0, 1), (GPU, 21, 15, 15, 1, 5), (GPU, 10, 5, 5, 1, 4)])
-def test_the_last_steps_are_traced_and_the_first_are_as_ever(device, steps, undisturbed, wait, warmup, active,
-                                                             tmp_path, profile, capsys):
+@pytest.mark.parametrize("steps, undisturbed, wait, warmup, active", [
+    (21, 15, 15, 1, 5), (10, 5, 5, 1, 4), (4, 2, 2, 1, 1), (3, 1, 1, 1, 1), (2, 2, 0, 1, 1), (1, 1, 0, 0, 1)])
+def test_the_last_steps_are_traced_and_those_before_are_not(steps, undisturbed, wait, warmup, active,
+                                                            tmp_path, profile, capsys):
     config = ProfilerConfig(enable_pytorch_profiler=True, profile_dir=str(tmp_path))
-    profiling = Profiling(config, device, [], Findings({}, 1), steps)
+    profiling = Profiling(config, CPU, [], Findings({}, 1), steps)
     assert Profile.said == [dict(wait=wait, warmup=warmup, active=active, repeat=1)]
     assert profiling.undisturbed(list(range(steps))) == list(range(undisturbed))
     with profiling:
@@ -197,8 +196,8 @@ def test_a_cpu_s_steps_are_timed_by_range(tmp_path, profile, monkeypatch):
     monkeypatch.setattr(clocks.time, "perf_counter", lambda: next(ticks))
     layer = torch.nn.Linear(2, 2)
     config = ProfilerConfig(enable_pytorch_profiler=True, profile_dir=str(tmp_path))
-    with Profiling(config, CPU, [("layer", layer)], Findings({}, 1), 8) as profiling:
-        for phase in ("data", "data", "data", "forward", "backward", "data"):
+    with Profiling(config, CPU, [("layer", layer)], Findings({}, 1), 4) as profiling:
+        for phase in ("forward", "backward", "data"):
             profiling.enter(phase)
             layer(torch.zeros(1, 2))
             with profiling.paused():

@@ -67,7 +67,7 @@ def test_a_session_is_a_training_run_and_a_report(session):
     assert result == report.read_analysis(directory)
     assert set(result) == OF_AN_ANALYSIS | {"ceilings", "roofline"}
     summary = json.loads((directory / "performance_summary_v2.json").read_text())["performance_summary"]
-    assert summary["step_times"] == result["step"]["step_times"] and len(summary["step_times"]) == 6
+    assert summary["step_times"] == result["step"]["step_times"] and len(summary["step_times"]) == 8
     assert summary["median_batch_time"] == pytest.approx(result["step"]["untraced_ms"] / 1e3)
     text = (directory / report.REPORT).read_text()
     assert all(finding in text for finding in result["findings"]) and "## Roofline" in text
