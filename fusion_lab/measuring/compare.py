@@ -75,7 +75,6 @@ class Row:
     launches_per_step: int | None = None
     launch_reduction_percent: float | None = None
     flops_per_step: int | None = None
-    flop_reduction_percent: float | None = None
     achieved_tflops: float | None = None
     first_loss: float | None = None
     final_loss: float | None = None
@@ -94,7 +93,7 @@ class Row:
     def add_savings(self, baseline):
         """Add how its memory and its work compare with the baseline's row."""
         for name, key in (("peak_memory", "peak_memory_mb"), ("saved_activation", "saved_activation_mb"),
-                          ("launch", "launches_per_step"), ("flop", "flops_per_step")):
+                          ("launch", "launches_per_step")):
             before, after = getattr(baseline, key), getattr(self, key)
             if before and after is not None:
                 setattr(self, f"{name}_reduction_percent", 100 * (1 - after / before))

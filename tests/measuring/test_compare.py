@@ -14,7 +14,7 @@ import torch
 from fusion_lab.measuring import clocks, compare
 from fusion_lab.measuring.clocks import PhaseTimer, median_interval
 from fusion_lab.measuring.compare import Candidate, Comparison, Row, alternate
-from fusion_lab.measuring.comparison_table import below, cells, headline, in_words, table, verdict
+from fusion_lab.measuring.comparison_table import below, cells, headline, in_words, verdict
 from fusion_lab.measuring.variants import Variant, make_variants
 from fusion_lab.training import flags
 from tests.second_program import PROGRAM as SECOND
@@ -298,13 +298,6 @@ def test_a_row_on_paper():
     assert cells(a_row("few", 1.0, step_times=[1.0], speedup_low=None))[3] == "1.00x (1 round)"
     assert cells(ROWS[5])[4:] == ["n/a", "50.0", "n/a"]
     assert cells(ROWS[6])[1].startswith("not measured: out of")
-
-
-def test_the_table_is_markdown_whose_columns_stay_while_it_grows():
-    lines = table(ROWS, [row.name for row in ROWS])
-    assert all(line.startswith("| ") and line.endswith(" |") for line in (lines[0], *lines[2:]))
-    assert {line.replace(r"\|", "").count("|") for line in lines} == {8}
-    assert table(ROWS[:2], [row.name for row in ROWS]) == lines[:4]
 
 
 def test_what_the_table_says_in_words():

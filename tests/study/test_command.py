@@ -222,13 +222,6 @@ def test_files_of_another_form_are_one_line(fake, capsys, file, content):
         assert file in error and error.count("\n") == 1
 
 
-def test_a_directory_of_any_name(fake):
-    name = os.fsdecode(b"st\xe9 [x] \ny")
-    for runs in (1, 2):
-        assert fake("--num-runs", runs, name=name) == 0
-    assert len(lines_of(name)) == 4 and b"st\xe9" in pathlib.Path(name, "report.html").read_bytes()
-
-
 def test_figures_are_written_before_pictures_can_fail(fake, monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("a picture")
