@@ -235,10 +235,10 @@ def candidates_of(program, variants, device, batch, note):
     return candidates
 
 
-def compare_apart(program, words, directory, request, seconds=math.inf):
+def compare_apart(program, words, directory, request, seconds=math.inf, patience=0):
     """--compare-fusion by a command line of these words, in a process of its own that writes into a
     directory. Returns (the content of its JSON, or {}; why it failed, or None). A signal or the time limit
-    ends it: asked first, it ends what it has started."""
+    ends it, and patience is the seconds that it has to end what it has started."""
     command = [sys.executable, program.file, *words, "--profile-dir", directory]
     end = time.monotonic() + seconds
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
@@ -253,7 +253,8 @@ def compare_apart(program, words, directory, request, seconds=math.inf):
             if ended_here:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(0.5 if request.signal else 10)  # whoever pressed Ctrl-C waits for us
+                    # whoever pressed Ctrl-C waits for us
+                    process.wait(min(patience, 0.5) if request.signal else patience)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -41,7 +41,7 @@ def run_point(program, study, run, shape, folder, timeout, stop):
     """The line of one point. What was measured before it failed counts."""
     started = time.monotonic()
     result, reason = compare_apart(program, study.flags(shape), os.path.join(folder, "results"), stop,
-                                   timeout)
+                                   timeout, patience=10)
     return dict(shape, run=run, ok=reason is None, reason=reason, seconds=time.monotonic() - started,
                 timestamp=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 system_info=result.get("system_info"), rows=result.get("variants", []))
