@@ -167,11 +167,11 @@ def of_a_variant(row, baseline, own, first):
     """(figure, in the file, expected) of one row of the comparison."""
     steps, before = np.array(row["step_times"]), np.array(row["baseline_step_times"])
     ratios, median = sorted(before / steps), float(np.median(steps))
-    for key, there, here in (("peak_memory", own.peak_mb, first.peak_mb), ("flop", own.flops, first.flops),
+    for key, there, here in (("peak_memory", own.peak_mb, first.peak_mb),
                              ("launch", own.launches, first.launches),
                              ("saved_activation", own.saved_mb, first.saved_mb)):
         yield f"{key} saved", row[f"{key}_reduction_percent"], saved_against(here, there)
-    yield "rounds", (row["rounds"], len(steps), len(before)), (7, 7, 7)
+    yield "rounds", (len(steps), len(before)), (7, 7)
     yield "peak", row["peak_memory_mb"], own.peak_mb
     yield "saved", row["saved_activation_mb"], own.saved_mb
     yield "saved by sub-layer", row["saved_activation_mb_by_sublayer"], {
