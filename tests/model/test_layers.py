@@ -9,6 +9,8 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training import options
+from fusion_lab.training.models import read_model
+from tests.support import ROOT
 from tiny_openfold.proteins.costs import costs
 
 CPU = torch.device("cpu")
@@ -153,6 +155,18 @@ def test_a_masked_row_of_very_low_scores_stays_finite():
     v = torch.arange(4.0, dtype=torch.float16)[:, None].expand(1, 1, 1, 4, 8)
     for bias in (None, torch.zeros(1, 1, 4, 4, dtype=torch.float16)):
         assert (tof.attend(q, -q, v, bias, torch.zeros(1, 4), "math") == 1.5).all()  # the mean of all keys
+
+
+def test_the_shipped_model_loads_and_says_what_it_said():
+    """Distances in Å of a made-up alignment; whoever changes a layer, a bin or a name changes these."""
+    saved = read_model(ROOT / "tiny_openfold" / "models" / "families.pt", tof.PROGRAM)
+    model = tof.TinyOpenFoldV2(saved.config).eval()
+    model.load_state_dict(saved.weights)
+    place = torch.arange(24)
+    tokens = (5 * place + torch.arange(12)[:, None] // 3 * (place % 5 == 0)) % 20
+    with torch.no_grad():
+        found = model(tokens[None])["distances"][0, 2, [5, 9, 14, 22]]
+    torch.testing.assert_close(found, torch.tensor([10.258, 18.199, 15.774, 8.285]), rtol=0, atol=0.02)
 
 
 # --- Weights at the start ------------------------------------------------------------------------------
