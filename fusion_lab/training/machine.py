@@ -100,7 +100,10 @@ def free_memory(device):
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     found = first_line("/proc/meminfo", "MemAvailable")
-    return found and 1024 * int(found.split()[0])
+    free = [1024 * int(found.split()[0])] if found else []
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max", encoding="utf-8") as file:
+        free.append(int(file.read()))  # all that a container may take; "max" where there is no limit
+    return min(free, default=None)
 
 
 ROOM = 5  # times what a step needs at least is more than any process was seen to take
