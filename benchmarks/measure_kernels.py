@@ -35,6 +35,8 @@ import torch.nn.functional as F
 from fusion_lab.kernels import outer_product, transition
 from fusion_lab.kernels.attention import layer as attention_layer
 from fusion_lab.kernels.attention import operator as attention_operator
+from fusion_lab.kernels.attention.layout import views
+from fusion_lab.kernels.attention.padded_bias import MASKED
 from fusion_lab.kernels.library.attention_choice import flex_attend, prepare_flex_attention
 from fusion_lab.kernels.triangle_multiplication import operator as triangle_operator
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
@@ -50,7 +52,7 @@ OURS, CHANNELS, HEADS = ("ours", "layout"), 128, 4
 def attention_implementations(axis):
     """{name: function(packed (1, S, S, 4 c), gate_bias (c,), bias (1, H, S, S), keys (1, S))}"""
     def parts(packed):
-        return attention_operator.views([packed], HEADS, axis, True)
+        return views([packed], HEADS, axis)
 
     def gated(out, gate, gate_bias):
         out = out * (gate + gate_bias.view(HEADS, 1, -1)).sigmoid()
@@ -62,7 +64,7 @@ def attention_implementations(axis):
 
     def flex(packed, gate_bias, bias, keys):
         q, k, v, g = parts(packed)
-        bias = bias.masked_fill(~keys[:, None, None, :], attention_operator.MASKED)
+        bias = bias.masked_fill(~keys[:, None, None, :], MASKED)
         return gated(flex_attend(q, k, v, bias), g, gate_bias)
 
     def ours(packed, gate_bias, bias, keys):
@@ -70,7 +72,7 @@ def attention_implementations(axis):
 
     def sdpa(packed, gate_bias, bias, keys):
         q, k, v, g = parts(packed)
-        mask = bias.masked_fill(~keys[:, None, None, :], attention_operator.MASKED)[:, None]
+        mask = bias.masked_fill(~keys[:, None, None, :], MASKED)[:, None]
         mask = mask.expand(-1, q.shape[1], -1, -1, -1).flatten(0, 1)  # SDPA's kernels want it for every row
         out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask)
         return gated(out.unflatten(0, q.shape[:2]), g, gate_bias)
@@ -88,7 +90,8 @@ def called(call, plain, ours):
 def layer_implementations(axis):
     """{name: function(x (1, S, S, c), keys (1, S), head_weight, *weights and biases) -> (1, S, S, c)}"""
     def call(function, x, keys, head_weight, *weights):
-        return function(x, *weights, HEADS, axis, head_weight=head_weight, keys=keys, residual=x)
+        weights = attention_layer.Weights(*weights, head_weight)
+        return function(x, weights, HEADS, axis, key_mask=keys, residual=x)
     return called(call, references.attention_layer, attention_layer.attention_layer)
 
 
@@ -137,7 +140,7 @@ def attention_tensors(size, normal):
 def multiplication_implementations():
     """{name: function(pair (1, S, S, c), seq_mask (1, S), *weights and biases) -> (1, S, S, c)}"""
     def call(function, pair, seq_mask, *weights):
-        return function(pair, *weights, mask=seq_mask, outgoing=True, residual=pair)
+        return function(pair, weights, seq_mask, residual=pair)
     return called(call, triangle_operator.reference, triangle_operator.triangle_multiplication)
 
 

@@ -67,7 +67,7 @@ class Bound:
 
     Triton looks at every argument of every launch. A Bound lets it look once, and then starts the compiled
     kernel, as Triton has it (`compiled[grid](...)`). So whoever keeps one gives it tensors that are alike:
-    of the same dtypes and device, None or not, and as alike() wants them.
+    None or not, of the same dtypes and device, and at addresses that 16 divides or not (calls.looks).
     """
 
     def __init__(self, kernel, grid, numbers=(), **options):
@@ -93,16 +93,6 @@ def bind(bound, name, kernel, grid, numbers=(), **options):
     if bound is not None:
         bound[name] = made
     return made
-
-
-def alike(*tensors):
-    """Whether a kept launch takes these tensors (None: not there) for others: Triton compiles for addresses
-    that 16 divides and, on AMD, for storages below 2 GB."""
-    for t in tensors:
-        if t is not None and (t.data_ptr() & 15
-                              or torch.version.hip and t.untyped_storage().nbytes() >= 1 << 31):
-            return False
-    return True
 
 
 def multiplies(x, dtype):

@@ -85,9 +85,9 @@ def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, bias_
     bias_proj from the same LayerNorm, or None. keys (B, L) or None.
     """
     from fusion_lab.kernels.attention import layer as kernels
-    return kernels.attention_layer(
-        x, norm.weight, norm.bias, weight, gate_bias, output.weight, output.bias, heads, axis, bias,
-        None if bias_proj is None else bias_proj.weight, keys, norm.eps, residual, drop, recompute)
+    weights = kernels.Weights(norm.weight, norm.bias, weight, gate_bias, output.weight, output.bias,
+                              None if bias_proj is None else bias_proj.weight)
+    return kernels.attention_layer(x, weights, heads, axis, bias, keys, norm.eps, residual, drop, recompute)
 
 
 def head_bias(bias_proj, x, norm):
@@ -147,6 +147,6 @@ def triangle_multiplication(pair, norm, weight, bias, center, output, gate, mask
     the second LayerNorm; output and gate are projections. mask (B, S) or None.
     """
     from fusion_lab.kernels.triangle_multiplication import operator as kernels
-    return kernels.triangle_multiplication(
-        pair, norm.weight, norm.bias, weight, bias, center.weight, center.bias, output.weight, output.bias,
-        gate.weight, gate.bias, mask, outgoing, norm.eps, residual, drop, recompute)
+    weights = kernels.Weights(norm.weight, norm.bias, weight, bias, center.weight, center.bias, output.weight,
+                              output.bias, gate.weight, gate.bias)
+    return kernels.triangle_multiplication(pair, weights, mask, outgoing, norm.eps, residual, drop, recompute)

@@ -82,6 +82,12 @@ def plan(kept, key, make):
     return made
 
 
+def forget():
+    """Drop all that was made for the tiles known so far."""
+    for each in plans:
+        each.clear()
+
+
 def launch(kernel, shape, candidates, run):
     """run(configuration) with the best one known.
 
@@ -183,8 +189,7 @@ def retuning():
         yield found
         write(cache_file(), {**read(cache_file()), **found})
         tables.cache_clear()
-        for each in plans:
-            each.clear()
+        forget()
     finally:
         found = None
 

@@ -3,12 +3,9 @@ from unittest import mock
 
 import torch
 
-from fusion_lab.kernels import adamw
-from fusion_lab.kernels.attention import bias_gradient
-from fusion_lab.kernels.attention import drop_in as attention_drop_in
-from fusion_lab.kernels.attention import operator as attention_operator
+from fusion_lab.kernels import adamw, tuner
+from fusion_lab.kernels.attention import bias_gradient, call
 from fusion_lab.kernels.reductions import sums, weight_gradients
-from fusion_lab.kernels.triangle_multiplication import drop_in as multiplication_drop_in
 from fusion_lab.kernels.triangle_multiplication import operator as triangle_operator
 from tests.kernels import problems
 from tests.support import ROOT
@@ -23,16 +20,15 @@ def empty(*size):
 
 def run(problem, *sizes):
     """Forward and backward of a problem."""
-    for drop_in in (attention_drop_in, multiplication_drop_in):
-        drop_in.Plan.kept.clear()  # which holds compiled kernels
+    tuner.forget()  # Calls hold compiled kernels
     ours, _, tensors = problem(torch.bfloat16, *sizes)
     ours(*(t.requires_grad_() for t in tensors)).sum().backward()
 
 
 def stored_scores(length):
     """Attention where backward stores gradients of scores, whatever else is shipped."""
-    recomputed, *stored = attention_operator.STORED
-    with mock.patch.object(attention_operator, "STORED", [*stored, recomputed]):
+    recomputed, *stored = call.STORED
+    with mock.patch.object(call, "STORED", [*stored, recomputed]):
         run(problems.attention, 1, 3, length, 4, 32, 2, True, False, True)
 
 
@@ -43,7 +39,7 @@ def multiplication(channels, length):
     weights = [empty(c), empty(c), empty(4 * c, c), empty(4 * c), empty(c), empty(c), empty(c, c), empty(c),
                empty(c, c), empty(c)]
     triangle_operator.triangle_multiplication(
-        pair, *weights, torch.ones(1, length), residual=pair, drop=torch.ones(1, 1, length, c),
+        pair, weights, torch.ones(1, length), residual=pair, drop=torch.ones(1, 1, length, c),
         recompute=True).sum().backward()
 
 
@@ -61,7 +57,7 @@ def many_sums(rows, widths):
 
 def bias_sums(n, length, dtype):
     """Sums of partial sums of a bias's gradient, with and without the transpose."""
-    LP = attention_operator.padded_length(length)
+    LP = call.padded_length(length)
     for transpose in (False, True):
         bias_gradient.launch(torch.empty(n, 1, 4, LP, LP, dtype=dtype), length, torch.bfloat16, transpose)
 
@@ -160,7 +156,7 @@ if COMPANIONS:
         "LLaMA's elements, float32": (gated_and_turned, 4096, 8, 2, 128, torch.float32)})
 WITHOUT_PRODUCTS = (
     "sum_kernel", "sums_kernel", "attention_bias_gradient_kernel", "attention_padded_bias_kernel",
-    "attention_gate_backward", "attention_key_mask_kernel", "attention_one_key_kernel", "message_", "adamw_",
+    "attention_gate_backward", "attention_key_bias_kernel", "attention_one_key_kernel", "message_", "adamw_",
     "swiglu_", "rotary_kernel",
     "triangle_multiplication_back_kernel RESIDUAL=False, SAVE=True, OUT=False")  # which stops before them
 SPILLS = [  # where tiles are not whole: a GPU, a kernel, some of its constants, instructions that spill

@@ -12,7 +12,7 @@ import torch
 from fusion_lab.kernels import outer_product, outer_product_sides, projections, transition
 from fusion_lab.kernels.attention import drop_in as attention_drop_in
 from fusion_lab.kernels.attention import operator as attention_operator
-from fusion_lab.kernels.attention.layer import attention_layer
+from fusion_lab.kernels.attention.layer import Weights, attention_layer
 from fusion_lab.kernels.triangle_multiplication import drop_in as multiplication_drop_in
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
 from fusion_lab.kernels.triangle_multiplication import products
@@ -86,14 +86,14 @@ def sub_layer(dtype, B, X, Y, c, heads, axis, maker, masked, adds, shared, **opt
     tensors = drawn(dtype, (B, X, Y, c), (c,), (c,), (4 * c, c), (c,), (c, c), (c,), (heads, c),
                     (B, heads, length, length))
     tensors[1:3] = 1 + 0.1 * tensors[1], 0.1 * tensors[2]
-    keys, drop = torch.rand(B, length) > 0.2 if masked else None, dropout((B, X, Y, c), shared)
+    key_mask, drop = torch.rand(B, length) > 0.2 if masked else None, dropout((B, X, Y, c), shared)
 
     def run(function, **options):
         def call(x, *rest):
             *weights, head_weight, bias = rest
-            return function(x, *weights, heads, axis, bias if maker == "given" else None,
-                            head_weight if maker == "own" else None, keys, 1e-5, x if adds else None,
-                            cast(drop, x), **options)
+            weights = Weights(*weights, head_weight if maker == "own" else None)
+            return function(x, weights, heads, axis, bias if maker == "given" else None, key_mask, 1e-5,
+                            x if adds else None, cast(drop, x), **options)
         return call
     return run(attention_layer, **options), run(references.attention_layer), tensors
 
@@ -192,7 +192,7 @@ def multiplication(dtype, B, S, c, outgoing, masked, residual, shared, biased, *
         def call(x, *rest):
             *weights, another = rest
             weights = [w if biased or n not in (3, 7, 9) else None for n, w in enumerate(weights)]
-            return function(x, *weights, mask, outgoing, 1e-5, dict(x=x, another=another).get(residual),
+            return function(x, weights, mask, outgoing, 1e-5, dict(x=x, another=another).get(residual),
                             cast(drop, x), **options)
         return call
     return run(trimul.triangle_multiplication, **options), run(trimul.reference), tensors
@@ -210,8 +210,8 @@ def multiplication_from_python(dtype, S, c=16, direction="outgoing", masked=True
 
     def plain(x, *weights):
         norm, norm_bias, p_in, p_in_bias, g_in, g_in_bias, *behind = weights
-        return trimul.reference(x, norm, norm_bias, torch.cat([p_in, g_in]),
-                                torch.cat([p_in_bias, g_in_bias]), *behind, mask, direction == "outgoing")
+        weights = norm, norm_bias, torch.cat([p_in, g_in]), torch.cat([p_in_bias, g_in_bias]), *behind
+        return trimul.reference(x, weights, mask, direction == "outgoing")
     return ours, plain, tensors
 
 

@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion_lab.kernels.attention import operator as attention
+from fusion_lab.kernels.attention.layout import views
 from fusion_lab.kernels.attention.padded_bias import MASKED, PADDING
 
 
@@ -20,20 +21,20 @@ def output_project(og, weight, bias, residual=None, drop=None, scale=1.0):
     return update if residual is None else residual + update
 
 
-def gated_attention(x, heads, axis, bias=None, keys=None, gate_bias=None):
+def gated_attention(x, heads, axis, bias=None, key_mask=None, gate_bias=None):
     """Of packed q, k, v and gate."""
-    q, k, v, gate = attention.views([x], heads, axis, True)
+    q, k, v, gate = views([x], heads, axis)
     gate_bias = None if gate_bias is None else gate_bias.view(heads, -1)
-    out = attention.reference(q, k, v, bias, keys, gate, gate_bias)
+    out = attention.reference(q, k, v, bias, key_mask, gate, gate_bias)
     return out.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
 
 
-def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads, axis,
-                    bias=None, head_weight=None, keys=None, eps=1e-5, residual=None, drop=None):
+def attention_layer(x, weights, heads, axis, bias=None, key_mask=None, eps=1e-5, residual=None, drop=None):
+    norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, head_weight = weights
     y, own_bias = norm_project(x, norm_weight, norm_bias, weight, head_weight, eps)
     if own_bias is not None:
         bias = own_bias.mT if axis == 1 else own_bias
-    og = gated_attention(y, heads, axis, bias, keys, gate_bias)
+    og = gated_attention(y, heads, axis, bias, key_mask, gate_bias)
     return output_project(og, out_weight, out_bias, residual, drop)
 
 

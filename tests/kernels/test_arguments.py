@@ -11,15 +11,16 @@ from fusion_lab.kernels.outer_product_sides import sides
 from fusion_lab.kernels.projections import OUTPUT_PROJECT_OP, head_bias
 from fusion_lab.kernels.transition import layer as transition_layer
 from fusion_lab.kernels.transition import two_layers
-from fusion_lab.kernels.triangle_multiplication.operator import triangle_multiplication
+from fusion_lab.kernels.triangle_multiplication.operator import Weights, triangle_multiplication
 from tests.support import ROOT
 
 pytestmark = pytest.mark.interpreted
 
-ATTENTION = dict(q=(2, 3, 2, 5, 16), k=(2, 3, 2, 5, 16), v=(2, 3, 2, 5, 16), bias=(2, 2, 5, 5), keys=(2, 5))
+ATTENTION = dict(q=(2, 3, 2, 5, 16), k=(2, 3, 2, 5, 16), v=(2, 3, 2, 5, 16), bias=(2, 2, 5, 5),
+                 key_mask=(2, 5))
 PARTS = dict.fromkeys("qkvg", (1, 3, 5, 16))
 LAYER = dict(x=(1, 3, 3, 16), norm_weight=(16,), norm_bias=(16,), weight=(64, 16), gate_bias=(16,),
-             out_weight=(16, 16), out_bias=(16,), head_weight=None, bias=None, keys=None)
+             out_weight=(16, 16), out_bias=(16,), head_weight=None, bias=None, key_mask=None)
 LAYOUT = dict(left=(2, 3, 4, 8), right=(2, 3, 4, 8), weight=(16, 64), bias=(16,))
 HEADS = dict(x=(1, 3, 4, 16), norm_weight=(16,), norm_bias=(16,), head_weight=(2, 16))
 OUTPUT = dict(og=(1, 2, 3, 48), weight=(16, 48), bias=(16,))
@@ -35,18 +36,25 @@ def attend(**given):
     return attention.row_attention(*given.values())
 
 
+def sub_layer(x, bias, key_mask, **weights):
+    return attention_layer.attention_layer(x, attention_layer.Weights(**weights), 2, 2, bias, key_mask)
+
+
 def attend_parts(**given):
     return attention.gated_attention([given.pop(name) for name in "qkvg"], 2, 2)
 
 
+def multiply(pair, mask, residual, drop, **weights):
+    return triangle_multiplication(pair, Weights(**weights), mask, residual=residual, drop=drop)
+
+
 CALLS = {  # name: the call, sizes that it takes
     "attention": (attend, ATTENTION), "attention of parts": (attend_parts, PARTS),
-    "layer": (lambda **given: attention_layer.attention_layer(heads=2, axis=2, **given), LAYER),
-    "outer product": (outer_first, LAYOUT),
+    "layer": (sub_layer, LAYER), "outer product": (outer_first, LAYOUT),
     "heads": (lambda **given: head_bias(eps=1e-5, **given)[0], HEADS),
     "output": (lambda **given: OUTPUT_PROJECT_OP(*given.values(), None, None), OUTPUT),
     "sides": (lambda **given: sides(**given)[0], SIDES), "two layers": (two_layers, TWO),
-    "transition": (transition_layer, TRANSITION), "triangle": (triangle_multiplication, TRIANGLE),
+    "transition": (transition_layer, TRANSITION), "triangle": (multiply, TRIANGLE),
 }
 
 
@@ -68,14 +76,14 @@ REFUSED = [  # a call, sizes that are wrong, how the line begins
     ("attention", dict(bias=(1, 2, 5, 5)), "bias is (1, 2, 5, 5), but must be (2, 2, 5, 5)"),
     ("attention", dict(bias=(2, 1, 5, 5)), "bias is (2, 1, 5, 5), but must be (2, 2, 5, 5)"),
     ("attention", dict(bias=(2, 2, 4, 4)), "bias is (2, 2, 4, 4), but must be (2, 2, 5, 5)"),
-    ("attention", dict(keys=(2, 4)), "keys is (2, 4), but must be (2, 5)"),
-    ("attention", dict(keys=(2, 4, 5)), "keys is (2, 4, 5), but must be (2, 5)"),
+    ("attention", dict(key_mask=(2, 4)), "key_mask is (2, 4), but must be (2, 5)"),
+    ("attention", dict(key_mask=(2, 4, 5)), "key_mask is (2, 4, 5), but must be (2, 5)"),
     ("attention", dict.fromkeys("qkv", (2, 3, 2, 5, 256)), "no Triton attention for heads of 256 channels"),
     ("attention of parts", dict(k=(1, 3, 5, 8)), "k is (1, 3, 2, 5, 4)"),
     ("attention of parts", dict(k=torch.zeros(1, 3, 5, 16).half()), "k is (1, 3, 2, 5, 8), torch.float16"),
     ("attention of parts", dict(k=torch.zeros(1, 5, 3, 16).bfloat16().transpose(1, 2)), "k has strides"),
     ("layer", dict(bias=(1, 2, 4, 4)), "bias is (1, 2, 4, 4), but must be (1, 2, 3, 3)"),
-    ("layer", dict(keys=(1, 4)), "keys is (1, 4), but must be (1, 3)"),
+    ("layer", dict(key_mask=(1, 4)), "key_mask is (1, 4), but must be (1, 3)"),
     ("layer", dict(gate_bias=(8,)), "gate_bias is (8,), but must be (16,)"),
     ("layer", dict(weight=(48, 16)), "weight is (48, 16), but must be (64, 16)"),
     ("layer", dict(head_weight=(3, 16)), "head_weight is (3, 16), but must be (2, 16)"),

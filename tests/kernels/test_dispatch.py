@@ -159,12 +159,12 @@ def test_which_projections_stay_with_the_library():
 
 def test_a_path_without_kernels_is_said_once_for_each_kind_of_input(monkeypatch):
     pytest.importorskip("triton")
-    from fusion_lab.kernels import eager
-    monkeypatch.setattr(eager, "said", set())
+    from fusion_lab.kernels import calls
+    monkeypatch.setattr(calls, "said", set())
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for what in ("float32", "float32", "24 channels"):
-            eager.say_plain("some_name", what)
+            calls.say_plain("some_name", what)
     assert len(found) == 2 and "some_name" in str(found[0].message) and "float32" in str(found[0].message)
 
 

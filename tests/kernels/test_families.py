@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fusion_lab.kernels import outer_product_sides, transition, tuner
-from fusion_lab.kernels.attention import drop_in as attention_drop_in
+from fusion_lab.kernels.attention import call
 from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.common import NAMESPACE
 from fusion_lab.kernels.reductions import sums, weight_gradients
@@ -29,7 +29,8 @@ LARGER = [  # cases that tiles of several sizes divide, and others
 
 
 def tiles_of(number):
-    """tuner.chosen() that takes the candidate of this number of every kernel."""
+    """tuner.chosen() that takes the candidate of this number of every kernel; no Call remembers another."""
+    tuner.forget()
     return lambda kernel, shape, candidates: candidates[number % len(candidates)]
 
 
@@ -83,7 +84,7 @@ def test_compiled_code_may_meet_other_tiles_than_it_was_made_with(family, case, 
     ("ending node", dict(STORED=[dict(STORED=1 << 18)]))])
 def test_attention_in_rounds_of_rows(case, changes, monkeypatch):
     for name, value in changes.items():
-        monkeypatch.setattr(attention_operator, name, value)
+        monkeypatch.setattr(call, name, value)
     assert not violations(*made("attention", torch.float32, case))
 
 
@@ -134,18 +135,18 @@ def test_recomputing_gives_the_same_bits_from_less_memory(family, case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family, Plan", [("attention from Python", attention_drop_in.Plan),
-                                          ("multiplication from Python", multiplication_drop_in.Plan)])
-def test_a_plan_that_was_kept_gives_the_bits_of_a_new_one(family, Plan):
+@pytest.mark.parametrize("family, Call", [("attention from Python", call.Attention),
+                                          ("multiplication from Python", multiplication_drop_in.Update)])
+def test_a_call_that_was_kept_gives_the_bits_of_a_new_one(family, Call):
     """Of other numbers in other places, too."""
     ours, _, tensors = made(family, torch.bfloat16, first(family))
     others = [t.flip(0) for t in tensors]
-    Plan.kept.clear()
+    Call.kept.clear()
     gradients(ours, tensors)
-    assert len(Plan.kept) == 1
+    assert len(Call.kept) == 1
     found = gradients(ours, others)
-    assert len(Plan.kept) == 1
-    Plan.kept.clear()
+    assert len(Call.kept) == 1
+    Call.kept.clear()
     assert equal(found, gradients(ours, others))
 
 

@@ -11,7 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import adamw, outer_product, projections, tuner
-from fusion_lab.kernels.attention import bias_gradient
+from fusion_lab.kernels.attention import bias_gradient, call
 from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.attention.drop_in import triangle_attention
 from fusion_lab.kernels.precision import HALF
@@ -125,7 +125,7 @@ def test_with_every_tile(kind, number, dtype, monkeypatch):
     (dict(MOST_SCORES=1 << 40), 23), (dict(MOST_SCORES=1 << 18), 64)])
 def test_attention_in_rounds_of_rows(changes, length, dtype, monkeypatch):
     for name, value in changes.items():
-        monkeypatch.setattr(attention_operator, name, value)
+        monkeypatch.setattr(call, name, value)
     with torch.device(DEVICE):
         for problem, case in ((problems.attention, (2, 70, length, 4, 32, 2, True, True, True)),
                               (problems.sub_layer, (1, length, length, 128, 4, 1, "own", True, True, 2))):

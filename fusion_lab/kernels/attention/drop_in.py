@@ -1,17 +1,15 @@
 """Triangle attention as other projects call it, under cuEquivariance's name, from Python or compiled.
 
-From Python a plan says once what follows from shapes, strides and dtypes, and small kernels pad mask and bias
-first. Under torch.compile, fake tensors or a counter operator.row_attention() runs instead.
+From Python operator.attention_from_python() runs; under torch.compile, fake tensors or a counter it is
+row_attention().
 """
 import torch
 from torch import Tensor
 
-from fusion_lab.kernels.attention import bias_gradient
 from fusion_lab.kernels.attention import operator as attention
 from fusion_lab.kernels.attention import padded_bias as padding
-from fusion_lab.kernels.attention.layout import strides
-from fusion_lab.kernels.common import check_device, check_shapes, multiplies
-from fusion_lab.kernels.eager import planned, say_plain, watched
+from fusion_lab.kernels.calls import say_plain, watched
+from fusion_lab.kernels.common import check_shapes, multiplies
 from fusion_lab.kernels.limits import WIDEST_HEAD
 from fusion_lab.kernels.precision import product_dtype
 
@@ -39,61 +37,6 @@ def checked(q, k, v, bias, mask):
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}, but they must be the same")
     return q, k, v, spread("bias", bias, (B, 1, H, Q, K)), spread("mask", mask, (B, N, 1, 1, K))
-
-
-class KeptLaunches:
-    """What follows from how q and bias look, with the launches of operator.py's Launch, which keeps them.
-
-    transpose: whether backward reads the transposed bias; bound: other launches by name.
-    """
-
-    def __init__(self, q, bias, learns, *settings):
-        check_device(self.name, q)
-        self.settings, self.length, self.bias_dtype = settings, bias.shape[-1], bias.dtype
-        self.transpose = learns and self.length > attention.longest_short()
-        self.padded = attention.padded_length(self.length)
-        self.padded_dtype = bias.dtype if bias.dtype in attention.HOLD_PADDING else torch.float32
-        self.bound, self.call, self.sums = {}, None, 0
-
-    def launch_forward(self, qkvg, bias, keys):
-        """out, and what backward reads: qkvg, the padded bias, its transpose, key_mask, out, lse."""
-        padded, transposed = padding.launch(bias, None, self.padded, self.padded_dtype, self.transpose, True,
-                                            self.bound)
-        key_mask = None if keys is None else padding.launch_key_mask(keys, self.padded, self.bound)
-        given = qkvg, None, padded, key_mask
-        if self.call is None:
-            self.call = attention.Launch(*given, *self.settings)
-            self.sums = self.call.bias_sum_count()
-        out, lse = self.call.forward(*given)
-        return out, (*qkvg, padded, transposed if self.transpose else None, key_mask, out, lse)
-
-    def launch_backward(self, gradient, qkvg, padded, transposed, key_mask, out, lse):
-        """Gradients of qkvg and of the bias (B, H, L, L)."""
-        *grads, bias_sums, _, _, _ = self.call.backward(
-            qkvg, None, padded, transposed, key_mask, out, lse, gradient, None, None, self.sums, 0)
-        return *grads, bias_gradient.launch(bias_sums, self.length, self.bias_dtype, False, self.bound)
-
-
-class Plan(KeptLaunches):
-    """What follows from how a call's tensors look."""
-    name, kept = NAME, {}
-
-    def __init__(self, tensors, learns, scale):
-        q, k, v, bias, _ = tensors
-        super().__init__(q, bias, learns, q.shape[2], 0, False,
-                         float(q.shape[-1] ** -0.5 if scale is None else scale))
-        # Kernels take q, k and v by the same strides, as long as channels lie side by side
-        self.as_they_lie = q.stride(-1) == 1 and strides(q) == strides(k) == strides(v)
-
-    def forward(self, q, k, v, bias, mask):
-        """out, and what backward reads."""
-        qkv = [q, k, v] if self.as_they_lie else [x.contiguous() for x in (q, k, v)]
-        return self.launch_forward(qkv, bias[:, 0], None if mask is None else mask[:, :, 0, 0])
-
-    def backward(self, gradient, q, k, v, *saved):
-        """Gradients of q, k, v and the bias; none of the mask."""
-        *grads, dbias = self.launch_backward(gradient, [q, k, v], *saved)
-        return *grads, dbias[:, None], None
 
 
 def plain(q, k, v, bias, mask, scale):
@@ -143,7 +86,12 @@ def triangle_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tens
         keys = "" if q.shape == k.shape else "another number of keys than queries with "
         say_plain(NAME, f"{keys}heads of {q.shape[-1]} channels in {str(q.dtype)[6:]}")
         return plain(*given, scale)
+    key_mask = None if mask is None else mask[:, :, 0, 0]  # (B, N, K)
     if watched(NAME, given):
-        keys = None if mask is None else mask[:, :, 0, 0].bool()
-        return attention.row_attention(q, k, v, bias[:, 0], keys, scale)
-    return planned(Plan, given, q.dtype, scale)
+        return attention.row_attention(q, k, v, bias[:, 0], None if key_mask is None else key_mask.bool(),
+                                       scale)
+    qkv, strides = (q, k, v), q.stride()  # kernels take all by the same, as long as channels lie side by side
+    if not (strides[-1] == 1 and strides == k.stride() == v.stride()):
+        qkv = [x.contiguous() for x in qkv]
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    return attention.attention_from_python(qkv, q.shape[2], 0, scale, bias, key_mask)

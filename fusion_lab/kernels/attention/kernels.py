@@ -6,7 +6,7 @@ takes together, loading each bias tile once. ROWS: rows that it takes one after 
 positions from l0 on, BC columns.
 Indices: sample b, row r, head h, bh = b H + h; queries i from i0 on, keys j from j0 on, channels d.
 
-    s = scale q k^T + bias + key_mask              scores, never stored
+    s = scale q k^T + bias + key_bias              scores, never stored
     p = softmax(s) = 2^(s log2(e) - lse)           lse (B, R, H, L): log2 of the sum of exponentials
     o = p v;  out = o sigmoid(gate + gate_bias)    out = o where there is no gate
     do = dout sigmoid(.);  delta = rowsum(do o) = rowsum(dout out)
@@ -19,10 +19,10 @@ Pointers, of which a launch says the strides (sample, row, head, position); alon
 Contiguous pointers:
     bias (B, H, LP, LP) and bias_transposed, its transpose: PADDING beyond L, so that no kernel masks a score.
     Where LP is more than L and there is no bias, the launcher makes a key mask.
-    key_mask (B or 1, R or 1, LP): added to scores; mask_strides (sample, row) are 0 where it is shared
+    key_bias (B or 1, R or 1, LP): added to scores; key_bias_strides (sample, row) are 0 where it is shared
     lse, delta (B, R, H, L) in float32; gate_bias (H, D)
 
-Flags: BIAS, KEYS (there is a key mask), GATE, GATE_BIAS say what there is. With WHOLE_TILES L is a multiple
+Flags: BIAS, KEY_BIAS, GATE, GATE_BIAS say what there is. With WHOLE_TILES L is a multiple
 of all tiles and D is BD: loads and stores need no bounds checks, which would cost more than the scores.
 """
 import triton
@@ -95,9 +95,9 @@ def load_bias(bias, bh, row0, column0, LP, BL: tl.constexpr, BC: tl.constexpr, B
 
 
 @triton.jit
-def load_key_mask(key_mask, b, r, j, mask_strides):
+def load_key_bias(key_bias, b, r, j, key_bias_strides):
     """What is added to scores of keys j (BN,) in row r: (BN,), 0 or -1e9, and PADDING beyond L."""
-    return tl.load(key_mask + b * mask_strides[SAMPLE] + r * mask_strides[ROW] + j)
+    return tl.load(key_bias + b * key_bias_strides[SAMPLE] + r * key_bias_strides[ROW] + j)
 
 
 @triton.jit
@@ -114,27 +114,27 @@ def load_statistics(lse, delta, first, i, L, WHOLE_TILES: tl.constexpr):
 
 
 @triton.jit
-def load_row_statistics(lse, delta, key_mask, b, r, h, i, j, R, H, L, mask_strides, KEYS: tl.constexpr,
-                        WHOLE_TILES: tl.constexpr):
+def load_row_statistics(lse, delta, key_bias, b, r, h, i, j, R, H, L, key_bias_strides,
+                        KEY_BIAS: tl.constexpr, WHOLE_TILES: tl.constexpr):
     """lse (BM,) and delta (BM,) of queries i in row r, and the mask (BN,) of its keys j, 0 without."""
     first = ((b * R + r) * H + h) * L
-    mask = load_key_mask(key_mask, b, r, j, mask_strides) if KEYS else 0.0
+    mask = load_key_bias(key_bias, b, r, j, key_bias_strides) if KEY_BIAS else 0.0
     lse_tile, delta_tile = load_statistics(lse, delta, first, i, L, WHOLE_TILES)
     return lse_tile, delta_tile, mask
 
 
 @triton.jit
-def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse, R, H: tl.constexpr, L, LP,
-                             D: tl.constexpr, scale, mask_strides, q_strides, gate_strides, out_strides,
-                             BIAS: tl.constexpr, KEYS: tl.constexpr, GATE: tl.constexpr,
+def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_bias, out, lse, R, H: tl.constexpr, L, LP,
+                             D: tl.constexpr, scale, key_bias_strides, q_strides, gate_strides, out_strides,
+                             BIAS: tl.constexpr, KEY_BIAS: tl.constexpr, GATE: tl.constexpr,
                              GATE_BIAS: tl.constexpr, WHOLE_TILES: tl.constexpr, BD: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
     """One program: out and lse of BM queries of one sample and head, in RU rows.
 
     Grid: tiles of BM queries; bh; groups of RU rows. Writes out (B, R, H, L, D), lse (B, R, H, L).
-    Reads q, k, v, gate (B, R, H, L, D), gate_bias (H, D), bias (B, H, LP, LP), key_mask (B|1, R|1, LP).
+    Reads q, k, v, gate (B, R, H, L, D), gate_bias (H, D), bias (B, H, LP, LP), key_bias (B|1, R|1, LP).
 
-    For each tile of keys s = scale q k^T + bias + key_mask, which online_softmax() adds to maxima, sums and
+    For each tile of keys s = scale q k^T + bias + key_bias, which online_softmax() adds to maxima, sums and
     outputs acc. Then out = acc / sum sigmoid(gate + gate_bias); log_sum_exp() makes lse.
     """
     i0, r0, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
@@ -166,8 +166,8 @@ def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse,
             # Scores.
             s = tl.dot(q_tiles[u], tl.trans(k_tile))  # (BM, BN)
             s = s * scale + bias_tile
-            if KEYS:
-                s += load_key_mask(key_mask, b, r, j, mask_strides)[None, :]
+            if KEY_BIAS:
+                s += load_key_bias(key_bias, b, r, j, key_bias_strides)[None, :]
             # Online softmax, and the output.
             maximum, total, acc = online_softmax(s, v_tile, maxima[u], sums[u], accs[u], SCORE_FACTOR)
             new_maxima, new_sums = new_maxima + (maximum,), new_sums + (total,)  # (BM,) each
@@ -224,17 +224,17 @@ def attention_gate_backward_kernel(gate, gate_bias, out, dout, dgate, do, delta,
 
 
 @triton.jit
-def attention_backward_q_kernel(q, k, v, bias, key_mask, do, lse, delta, dq, R, H: tl.constexpr, L, LP,
-                                D: tl.constexpr, scale, mask_strides, q_strides, out_strides, dq_strides,
-                                BIAS: tl.constexpr, KEYS: tl.constexpr, WHOLE_TILES: tl.constexpr,
+def attention_backward_q_kernel(q, k, v, bias, key_bias, do, lse, delta, dq, R, H: tl.constexpr, L, LP,
+                                D: tl.constexpr, scale, key_bias_strides, q_strides, out_strides, dq_strides,
+                                BIAS: tl.constexpr, KEY_BIAS: tl.constexpr, WHOLE_TILES: tl.constexpr,
                                 BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
     """One program: dq of BM queries of one sample and head, in RU rows. It recomputes scores.
 
     Grid: axis 0: tiles of BM queries; axis 1: bh; axis 2: groups of RU rows.
-    Reads q, k, v, do (B, R, H, L, D), bias (B, H, LP, LP), key_mask (B|1, R|1, LP), lse, delta (B, R, H, L).
+    Reads q, k, v, do (B, R, H, L, D), bias (B, H, LP, LP), key_bias (B|1, R|1, LP), lse, delta (B, R, H, L).
     Writes dq (B, R, H, L, D).
 
-    For each tile of keys: s = scale q k^T + bias + key_mask;  p = 2^(s log2(e) - lse)
+    For each tile of keys: s = scale q k^T + bias + key_bias;  p = 2^(s log2(e) - lse)
         ds = p (do v^T - delta);  dq += ds k.  At the end dq is multiplied by scale.
     """
     i0, r0, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
@@ -266,8 +266,8 @@ def attention_backward_q_kernel(q, k, v, bias, key_mask, do, lse, delta, dq, R, 
             # Scores again.
             s = tl.dot(q_tiles[u], tl.trans(k_tile))  # (BM, BN)
             s = s * scale + bias_tile
-            if KEYS:
-                s += load_key_mask(key_mask, b, r, j, mask_strides)[None, :]
+            if KEY_BIAS:
+                s += load_key_bias(key_bias, b, r, j, key_bias_strides)[None, :]
             # Their gradient, p (do v^T - delta), and that of q.
             p = tl.exp2(s * LOG2E - lses[u][:, None])  # (BM, BN)
             dp = tl.dot(do_tiles[u], tl.trans(v_tile))  # (BM, BN)
@@ -283,17 +283,17 @@ def attention_backward_q_kernel(q, k, v, bias, key_mask, do, lse, delta, dq, R, 
 
 @triton.jit
 def attention_backward_kv_kernel(
-        q, k, v, bias_transposed, key_mask, do, lse, delta, dk, dv, dscores, R, H: tl.constexpr, L, LP,
-        D: tl.constexpr, scale, first_row, end_row, mask_strides, q_strides, out_strides, dq_strides,
-        BIAS: tl.constexpr, KEYS: tl.constexpr, STORE: tl.constexpr, WHOLE_TILES: tl.constexpr,
+        q, k, v, bias_transposed, key_bias, do, lse, delta, dk, dv, dscores, R, H: tl.constexpr, L, LP,
+        D: tl.constexpr, scale, first_row, end_row, key_bias_strides, q_strides, out_strides, dq_strides,
+        BIAS: tl.constexpr, KEY_BIAS: tl.constexpr, STORE: tl.constexpr, WHOLE_TILES: tl.constexpr,
         BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
     """One program: dk and dv of BN keys of one sample and head, in RU rows. It recomputes scores.
 
     Grid: axis 0: tiles of BN keys; axis 1: bh; axis 2: groups of RU rows, from first_row to end_row.
-    Reads q, k, v, do, lse, delta, key_mask, bias_transposed (B, H, LP, LP: keys, queries).
+    Reads q, k, v, do, lse, delta, key_bias, bias_transposed (B, H, LP, LP: keys, queries).
     Writes dk, dv (B, R, H, L, D); with STORE ds, dscores (end_row - first_row, B, H, LP, LP: keys, queries).
 
-    For each tile of queries, all transposed: s = scale k q^T + bias^T + key_mask;  p = 2^(s log2(e) - lse)
+    For each tile of queries, all transposed: s = scale k q^T + bias^T + key_bias;  p = 2^(s log2(e) - lse)
         ds = p (v do^T - delta);  dv += p do;  dk += ds q.  At the end dk is multiplied by scale.
     Scores are (keys, queries), so that p and ds are left operands of products as they stand.
     """
@@ -306,8 +306,8 @@ def attention_backward_kv_kernel(
         offset = head_offset(b, r, h, q_strides)
         k_tiles = k_tiles + (load_tile(k + offset, j0, L, D, q_strides[POSITION], BN, BD, WHOLE_TILES),)
         v_tiles = v_tiles + (load_tile(v + offset, j0, L, D, q_strides[POSITION], BN, BD, WHOLE_TILES),)
-        if KEYS:
-            masks = masks + (load_key_mask(key_mask, b, r, j, mask_strides),)  # (BN,)
+        if KEY_BIAS:
+            masks = masks + (load_key_bias(key_bias, b, r, j, key_bias_strides),)  # (BN,)
         empty = tl.zeros((BN, BD), tl.float32)
         dk_accs, dv_accs = dk_accs + (empty,), dv_accs + (empty,)
         q_rows, do_rows = q_rows + (q + offset,), do_rows + (do + head_offset(b, r, h, out_strides),)
@@ -326,7 +326,7 @@ def attention_backward_kv_kernel(
             # Scores again. dp does not wait for them: it runs while exponentials are computed.
             s = tl.dot(k_tiles[u], tl.trans(q_tile)) * scale + bias_tile
             dp = tl.dot(v_tiles[u], tl.trans(do_tile))  # (BN, BM)
-            if KEYS:
+            if KEY_BIAS:
                 s += masks[u][:, None]
             # Probabilities, gradients of scores, and what both add to dv and dk.
             p = tl.exp2(s * LOG2E - lse_tile[None, :])  # (BN, BM)
@@ -389,18 +389,18 @@ def attention_backward_scores_kernel(k, dscores, dq, bias_sums, H: tl.constexpr,
 
 
 @triton.jit
-def attention_backward_bias_kernel(q, k, v, bias, key_mask, do, lse, delta, bias_sums, R, H: tl.constexpr, L,
-                                   LP, D: tl.constexpr, scale, rows_per_share, mask_strides, q_strides,
-                                   out_strides, KEYS: tl.constexpr, WHOLE_TILES: tl.constexpr,
+def attention_backward_bias_kernel(q, k, v, bias, key_bias, do, lse, delta, bias_sums, R, H: tl.constexpr, L,
+                                   LP, D: tl.constexpr, scale, rows_per_share, key_bias_strides, q_strides,
+                                   out_strides, KEY_BIAS: tl.constexpr, WHOLE_TILES: tl.constexpr,
                                    BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """One program: a partial sum of the bias's gradient, of BM queries and BN keys of one sample and head, in
     one share of all rows. It recomputes scores.
 
     Grid: axis 0: tiles (BM, BN), along keys first; axis 1: shares of rows_per_share rows; axis 2: bh.
-    Reads q, k, v, do (B, R, H, L, D), bias (B, H, LP, LP), key_mask (B|1, R|1, LP), lse, delta (B, R, H, L).
+    Reads q, k, v, do (B, R, H, L, D), bias (B, H, LP, LP), key_bias (B|1, R|1, LP), lse, delta (B, R, H, L).
     Writes bias_sums (shares, B, H, LP, LP: queries, keys) in float32.
 
-    For each row: s = scale q k^T + bias + key_mask;  p = 2^(s log2(e) - lse);  sum += p (do v^T - delta)
+    For each row: s = scale q k^T + bias + key_bias;  p = 2^(s log2(e) - lse);  sum += p (do v^T - delta)
     """
     bh, share, key_tiles = tl.program_id(2), tl.program_id(1).to(tl.int64), tl.cdiv(L, BN)
     i0, j0 = tl.program_id(0) // key_tiles * BM, tl.program_id(0) % key_tiles * BN
@@ -412,11 +412,11 @@ def attention_backward_bias_kernel(q, k, v, bias, key_mask, do, lse, delta, bias
     end = tl.minimum(begin + rows_per_share, R)
     # Statistics and mask are loaded one row ahead. No product takes them, so the compiler would not load them
     # early by itself.
-    lse_tile, delta_tile, mask = load_row_statistics(lse, delta, key_mask, b, begin, h, i, j, R, H, L,
-                                                     mask_strides, KEYS, WHOLE_TILES)
+    lse_tile, delta_tile, mask = load_row_statistics(lse, delta, key_bias, b, begin, h, i, j, R, H, L,
+                                                     key_bias_strides, KEY_BIAS, WHOLE_TILES)
     for r in range(begin, end):
-        next_row = load_row_statistics(lse, delta, key_mask, b, tl.minimum(r + 1, end - 1), h, i, j, R, H, L,
-                                       mask_strides, KEYS, WHOLE_TILES)
+        next_row = load_row_statistics(lse, delta, key_bias, b, tl.minimum(r + 1, end - 1), h, i, j, R, H, L,
+                                       key_bias_strides, KEY_BIAS, WHOLE_TILES)
         offset, do_offset = head_offset(b, r, h, q_strides), head_offset(b, r, h, out_strides)
         q_tile = load_tile(q + offset, i0, L, D, q_strides[POSITION], BM, BD, WHOLE_TILES)  # (BM, BD)
         do_tile = load_tile(do + do_offset, i0, L, D, out_strides[POSITION], BM, BD, WHOLE_TILES)  # (BM, BD)
@@ -424,7 +424,7 @@ def attention_backward_bias_kernel(q, k, v, bias, key_mask, do, lse, delta, bias
         v_tile = load_tile(v + offset, j0, L, D, q_strides[POSITION], BN, BD, WHOLE_TILES)  # (BN, BD)
         # Scores again.
         s = tl.dot(q_tile, tl.trans(k_tile)) * scale + bias_tile  # (BM, BN)
-        if KEYS:
+        if KEY_BIAS:
             s += mask[None, :]
         # Probabilities, and the gradient of scores, which is summed over rows.
         p = tl.exp2(s * LOG2E - lse_tile[:, None])  # (BM, BN)
@@ -436,21 +436,21 @@ def attention_backward_bias_kernel(q, k, v, bias, key_mask, do, lse, delta, bias
 
 
 @triton.jit
-def attention_backward_short_kernel(q, k, v, bias, key_mask, do, lse, delta, dq, dk, dv, dscores, R,
+def attention_backward_short_kernel(q, k, v, bias, key_bias, do, lse, delta, dq, dk, dv, dscores, R,
                                     H: tl.constexpr, L, LP, D: tl.constexpr, scale, first_row, end_row,
-                                    mask_strides, q_strides, out_strides, dq_strides, BIAS: tl.constexpr,
-                                    KEYS: tl.constexpr, WHOLE_TILES: tl.constexpr, BD: tl.constexpr,
+                                    key_bias_strides, q_strides, out_strides, dq_strides, BIAS: tl.constexpr,
+                                    KEY_BIAS: tl.constexpr, WHOLE_TILES: tl.constexpr, BD: tl.constexpr,
                                     BL: tl.constexpr, ROWS: tl.constexpr):
     """One program: all gradients of one sample and head, in ROWS rows, one after another.
 
     A tile holds a whole row: L <= BL = LP.
 
     Grid: axis 0: groups of ROWS rows, from first_row to end_row; axis 1: bh.
-    Reads q, k, v, do (B, R, H, L, D), bias (B, H, LP, LP), key_mask (B|1, R|1, LP), lse, delta (B, R, H, L).
+    Reads q, k, v, do (B, R, H, L, D), bias (B, H, LP, LP), key_bias (B|1, R|1, LP), lse, delta (B, R, H, L).
     Writes dq, dk, dv (B, R, H, L, D). With BIAS also dscores (end_row - first_row, B, H, LP, LP: queries,
     keys), which is ds.
 
-    For each row: s = scale q k^T + bias + key_mask;  p = 2^(s log2(e) - lse);  ds = p (do v^T - delta)
+    For each row: s = scale q k^T + bias + key_bias;  p = 2^(s log2(e) - lse);  ds = p (do v^T - delta)
         dv = p^T do;  dk = scale ds^T q;  dq = scale ds k: five products and one exponential a score.
     """
     r0, bh = first_row + tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1)
@@ -467,8 +467,8 @@ def attention_backward_short_kernel(q, k, v, bias, key_mask, do, lse, delta, dq,
         # Scores again.
         s = tl.dot(q_tile, tl.trans(k_tile)) * scale  # (BL, BL): queries, keys
         s += load_bias(bias, bh, 0, 0, LP, BL, BL, BIAS)
-        if KEYS:
-            s += load_key_mask(key_mask, b, r, i, mask_strides)[None, :]
+        if KEY_BIAS:
+            s += load_key_bias(key_bias, b, r, i, key_bias_strides)[None, :]
         # Probabilities, and gradients of scores.
         p = tl.exp2(s * LOG2E - lse_tile[:, None])  # (BL, BL)
         dp = tl.dot(do_tile, tl.trans(v_tile))  # (BL, BL)

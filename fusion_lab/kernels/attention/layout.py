@@ -1,7 +1,7 @@
 """How q, k, v and the gate of attention lie in memory, and how kernels see them: as (B, R, H, L, D).
 
-`qkvg` is [packed] (B, X, Y, 3 c or 4 c): q, k, v and the gate behind each other; or [q, k, v] or
-[q, k, v, gate], each (B, X, Y, c) with attention along `axis` 1 or 2, or, with axis 0, (B, R, H, L, D).
+`qkvg` is [packed] (B, X, Y, 4 c), q, k, v and the gate behind each other, or [q, k, v, gate], each
+(B, X, Y, c), with attention along `axis` 1 or 2. With axis 0 it is [q, k, v], (B, R, H, L, D), without gate.
 """
 from fusion_lab.kernels.common import check_dtype
 from fusion_lab.kernels.limits import WIDEST_HEAD
@@ -14,17 +14,17 @@ def as_rows(x, heads, axis):
     return x.unflatten(-1, (heads, -1)).permute((0, 2, 3, 1, 4) if axis == 1 else (0, 1, 3, 2, 4))
 
 
-def views(qkvg, heads, axis, gated):
+def views(qkvg, heads, axis):
     """[q, k, v] or [q, k, v, gate], each (B, R, H, L, D)."""
     if axis == 0:
         return qkvg
-    qkvg = qkvg[0].chunk(3 + gated, dim=-1) if len(qkvg) == 1 else qkvg
+    qkvg = qkvg[0].chunk(4, dim=-1) if len(qkvg) == 1 else qkvg
     return [as_rows(x, heads, axis) for x in qkvg]
 
 
-def with_gate(qkvg, heads, axis, gated):
+def with_gate(qkvg, heads, axis):
     """[q, k, v, gate], each (B, R, H, L, D); without a gate q in its place, which no kernel reads then."""
-    q, k, v, *gate = views(qkvg, heads, axis, gated)
+    q, k, v, *gate = views(qkvg, heads, axis)
     return [q, k, v, *(gate or [q])]
 
 

@@ -2,8 +2,8 @@
 
     out = bias; MASKED where a key is masked; PADDING beyond L    bias (B, H, L, L), out (B, H, LP, LP)
 
-Another kernel makes what all else adds to scores: key_mask = (keys - 1) * -MASKED, PADDING beyond L, of keys
-(B, R, L), 1 = present, out (B, R, LP).
+Another kernel makes key_bias, what is added to scores of keys in rows with masks of their own: of key_mask
+(B, R, L), 1 = present, it is (key_mask - 1) * -MASKED, and PADDING beyond L, (B, R, LP).
 
 The kernels of attention read out and, for the gradients of k and v, its transpose. One launch reads the bias
 once, along that of its last two axes which lies closer together in memory, and writes both.
@@ -19,6 +19,7 @@ from fusion_lab.kernels.common import bind, operation
 
 MASKED = -1e9  # added to scores of masked keys
 PADDING = -1e30  # beyond L: so far below MASKED that it gets no weight even in a row without any key
+HOLD_PADDING = (torch.bfloat16, torch.float32, torch.float64)  # dtypes; float16 ends at 65504
 KERNEL_MASKED, KERNEL_PADDING = tl.constexpr(MASKED), tl.constexpr(PADDING)  # the same, as kernels read them
 TILE = 32  # queries and keys of a program, at most: 4 KB in float32, transposed in shared memory
 
@@ -34,15 +35,15 @@ def lifted(bias):
 
 
 @triton.jit
-def attention_padded_bias_kernel(bias, keys, out, transposed, H, L, LP, bias_stride_sample, bias_stride_head,
-                                 bias_stride_query, bias_stride_key, keys_stride_sample, KEYS: tl.constexpr,
-                                 TRANSPOSE: tl.constexpr, ALONG_QUERIES: tl.constexpr, LIFT: tl.constexpr,
-                                 T: tl.constexpr):
+def attention_padded_bias_kernel(bias, key_mask, out, transposed, H, L, LP, bias_stride_sample,
+                                 bias_stride_head, bias_stride_query, bias_stride_key, key_mask_stride_sample,
+                                 KEY_MASK: tl.constexpr, TRANSPOSE: tl.constexpr, ALONG_QUERIES: tl.constexpr,
+                                 LIFT: tl.constexpr, T: tl.constexpr):
     """One program: T queries and T keys of one head, of out and of its transpose.
 
     Grid: axis 0: bh = b H + h; axis 1: tiles of T queries; axis 2: tiles of T keys.
-    Reads bias (B, H, L, L) with any strides, since it may be a part of another tensor; keys (B or 1, L),
-    whose keys_stride_sample is 0 if all samples share them.
+    Reads bias (B, H, L, L) with any strides, since it may be a part of another tensor; key_mask (B or 1,
+    L), whose key_mask_stride_sample is 0 if all samples share them.
     Writes out (B, H, LP, LP: queries, keys) and, with TRANSPOSE, transposed (B, H, LP, LP: keys, queries).
     ALONG_QUERIES: queries lie closer together in the bias than keys do, so that it is read along them.
     LIFT: what is below MASKED becomes that.
@@ -60,8 +61,8 @@ def attention_padded_bias_kernel(bias, keys, out, transposed, H, L, LP, bias_str
     if LIFT:  # not NaN, which stays
         values = tl.maximum(values.to(tl.float32), KERNEL_MASKED, propagate_nan=tl.PropagateNan.ALL)
     values = values.to(out.dtype.element_ty)  # (T, T): queries, keys
-    if KEYS:
-        present = tl.load(keys + bh // H * keys_stride_sample + j, mask=j < L, other=0) != 0  # (T,)
+    if KEY_MASK:
+        present = tl.load(key_mask + bh // H * key_mask_stride_sample + j, mask=j < L, other=0) != 0  # (T,)
         values = tl.where(present[None, :], values, KERNEL_MASKED)
     values = tl.where(inside, values, KERNEL_PADDING)
     tl.store(out + bh * LP * LP + (i[:, None] * LP + j[None, :]), values)
@@ -70,32 +71,32 @@ def attention_padded_bias_kernel(bias, keys, out, transposed, H, L, LP, bias_str
 
 
 @triton.jit
-def attention_key_mask_kernel(keys, out, R, L, LP, keys_stride_sample, keys_stride_row, keys_stride_key,
-                              T: tl.constexpr):
-    """One program: T keys of one row of the key mask. Grid: axis 0: b R + r; axis 1: tiles of T keys.
+def attention_key_bias_kernel(key_mask, out, R, L, LP, key_mask_stride_sample, key_mask_stride_row,
+                              key_mask_stride_key, T: tl.constexpr):
+    """One program: T keys of one row of the key bias. Grid: axis 0: b R + r; axis 1: tiles of T keys.
 
-    Reads keys (B, R, L) with any strides; writes out (B, R, LP).
+    Reads key_mask (B, R, L) with any strides; writes out (B, R, LP).
     """
     row, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * T + tl.arange(0, T)  # (), (T,)
-    keys += row // R * keys_stride_sample + row % R * keys_stride_row
-    present = tl.load(keys + j.to(tl.int64) * keys_stride_key, mask=j < L, other=0) != 0  # (T,)
+    key_mask += row // R * key_mask_stride_sample + row % R * key_mask_stride_row
+    present = tl.load(key_mask + j.to(tl.int64) * key_mask_stride_key, mask=j < L, other=0) != 0  # (T,)
     tl.store(out + row * LP + j, tl.where(j < L, tl.where(present, 0.0, KERNEL_MASKED), KERNEL_PADDING))
 
 
 @triton.jit
-def attention_one_key_kernel(key_mask, dq, dk, R, H, L, D: tl.constexpr, mask_strides, dq_strides,
-                             BD: tl.constexpr, T: tl.constexpr):
+def attention_one_key_kernel(key_bias, dq, dk, R, H, L, D: tl.constexpr, key_bias_strides,
+                             dq_strides, BD: tl.constexpr, T: tl.constexpr):
     """One program: zeros in dq and dk of a row that has one key, whose softmax is 1 whatever q and k are. The
     difference that backward's kernels make there is that of two orders of a sum. Grid: axis 0: b R + r.
 
-    Reads key_mask (B, R, LP) by mask_strides (sample, row), T keys at a time; writes dq, dk (B, R, H, L, D)
-    by dq_strides (sample, row, head, position).
+    Reads key_bias (B, R, LP) by key_bias_strides (sample, row), T keys at a time; writes dq, dk (B, R, H, L,
+    D) by dq_strides (sample, row, head, position).
     """
     b, r = (tl.program_id(0) // R).to(tl.int64), (tl.program_id(0) % R).to(tl.int64)
-    key_mask += b * mask_strides[0] + r * mask_strides[1]
+    key_bias += b * key_bias_strides[0] + r * key_bias_strides[1]
     i, present = tl.arange(0, T), tl.zeros((T,), tl.int32)
     for j0 in range(0, L, T):
-        present += (tl.load(key_mask + j0 + i) == 0).to(tl.int32)
+        present += (tl.load(key_bias + j0 + i) == 0).to(tl.int32)
     if tl.sum(present) == 1:
         for h in range(H):
             offset = head_offset(b, r, h, dq_strides)
@@ -105,45 +106,46 @@ def attention_one_key_kernel(key_mask, dq, dk, R, H, L, D: tl.constexpr, mask_st
                 store_tile(dk + offset, zeros, i0, L, D, dq_strides[3], False)
 
 
-def launch_key_mask(keys, LP, bound=None):
-    """key_mask (B, R, LP) in float32 of keys (B, R, L). bound: as in common.bind()."""
-    B, R, L = keys.shape
-    out, name = keys.new_empty(B, R, LP, dtype=torch.float32), "key_mask"
-    keys = keys.view(torch.uint8) if keys.dtype == torch.bool else keys
+def launch_key_bias(key_mask, LP, bound=None):
+    """key_bias (B, R, LP) in float32 of key_mask (B, R, L). bound: as in common.bind()."""
+    B, R, L = key_mask.shape
+    out, name = key_mask.new_empty(B, R, LP, dtype=torch.float32), "key_bias"
+    key_mask = key_mask.view(torch.uint8) if key_mask.dtype == torch.bool else key_mask
     if bound is not None and name in bound:
-        bound[name](keys, out)
+        bound[name](key_mask, out)
     else:
         T = min(LP, 128)  # which divides LP
-        bind(bound, name, attention_key_mask_kernel, (B * R, LP // T), (R, L, LP, *keys.stride()),
-             T=T, num_warps=1)(keys, out)
+        bind(bound, name, attention_key_bias_kernel, (B * R, LP // T), (R, L, LP, *key_mask.stride()),
+             T=T, num_warps=1)(key_mask, out)
     return out
 
 
-def padded_bias(bias: Tensor, keys: Tensor | None, LP: int, dtype: torch.dtype,
+def padded_bias(bias: Tensor, key_mask: Tensor | None, LP: int, dtype: torch.dtype,
                 transpose: bool) -> tuple[Tensor, Tensor]:
-    """(out, its transpose or, without transpose, nothing), in dtype. keys (B, L) or (1, L), other than 0
-    where a key is present, or None."""
-    return launch(bias, keys, LP, dtype, transpose)
+    """(out, its transpose or, without transpose, nothing), in dtype. key_mask (B, L) or (1, L), other
+    than 0 where a key is present, or None."""
+    return launch(bias, key_mask, LP, dtype, transpose)
 
 
-def launch(bias, keys, LP, dtype, transpose, lift=False, bound=None):
+def launch(bias, key_mask, LP, dtype, transpose, lift=False, bound=None):
     """The same; lift: what is below MASKED, -inf as well, becomes that. bound: as in common.bind()."""
     size, name = (*bias.shape[:2], LP, LP), "padded_bias"
     out, transposed = bias.new_empty(size, dtype=dtype), bias.new_empty(size if transpose else 0, dtype=dtype)
+    if bound is not None and name in bound:
+        bound[name](bias, key_mask, out, transposed)
+        return out, transposed
     if is_fake(bias):
         return out, transposed
-    if bound is not None and name in bound:
-        bound[name](bias, keys, out, transposed)
-        return out, transposed
     B, H, L, _ = bias.shape
-    keys_stride_sample = 0
-    if keys is not None:
-        keys, keys_stride_sample = keys.contiguous(), L * (len(keys) > 1)
-        keys = keys.view(torch.uint8) if keys.dtype == torch.bool else keys
+    key_mask_stride_sample = 0
+    if key_mask is not None:
+        key_mask, key_mask_stride_sample = key_mask.contiguous(), L * (len(key_mask) > 1)
+        key_mask = key_mask.view(torch.uint8) if key_mask.dtype == torch.bool else key_mask
     T = min(TILE, LP)  # which divides LP
     bind(bound, name, attention_padded_bias_kernel, (B * H, LP // T, LP // T),
-         (H, L, LP, *bias.stride(), keys_stride_sample), KEYS=keys is not None, TRANSPOSE=transpose,
-         ALONG_QUERIES=bias.stride(2) < bias.stride(3), LIFT=lift, T=T)(bias, keys, out, transposed)
+         (H, L, LP, *bias.stride(), key_mask_stride_sample), KEY_MASK=key_mask is not None,
+         TRANSPOSE=transpose, ALONG_QUERIES=bias.stride(2) < bias.stride(3), LIFT=lift,
+         T=T)(bias, key_mask, out, transposed)
     return out, transposed
 
 

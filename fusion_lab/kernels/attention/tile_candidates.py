@@ -29,3 +29,7 @@ if not torch.version.hip:  # maxnreg is NVIDIA's option: with fewer registers mo
     BACKWARD_SHORT += candidates((*SHORT_TILES, "maxnreg"), (2, 4, 2, 168), (1, 4, 1, 168), (4, 4, 2, 168))
 # Of backward as a whole: bytes of ds that are stored at a time, or 0: scores are recomputed.
 STORED = candidates(("STORED",), (0,), *((n << 20,) for n in (64, 256)))
+CANDIDATES = {f"attention_{name}": tiles for name, tiles in dict(
+    forward_kernel=FORWARD, gate_backward_kernel=GATE, backward_q_kernel=BACKWARD_Q,
+    backward_kv_kernel=BACKWARD_KV, backward_bias_kernel=BACKWARD_BIAS,
+    backward_scores_kernel=BACKWARD_SCORES, backward_short_kernel=BACKWARD_SHORT).items()}

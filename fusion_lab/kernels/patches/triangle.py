@@ -94,38 +94,42 @@ class Attention(NamedTuple):
         require(self.head.bias is None, "a bias on the projection to heads")
         width = len(self.q.weight) // self.heads
         require(width <= WIDEST_HEAD, f"heads of {width} channels")
-        pair, keys = as_pairs(x, mask)
+        pair, key_mask = as_pairs(x, mask)
         axis = 2 if self.starting else 1
         turned = x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
         if turned:  # a view of the pair tensor, as OpenFold's block hands it on: no copy
-            pair, keys, axis = x.transpose(1, 2), None if keys is None else keys.mT, 3 - axis
-        keys = keys.mT if axis == 1 and keys is not None else keys  # (B, rows, keys)
+            pair, axis = x.transpose(1, 2), 3 - axis
+            key_mask = None if key_mask is None else key_mask.mT
+        if axis == 1 and key_mask is not None:
+            key_mask = key_mask.mT  # (B, rows, keys)
         whole = (waits_for_gpu(x) and takes_layer(x.shape[-1], self.heads)
                  and len(self.q.weight) == x.shape[-1]
                  and all(linear.bias is None for linear in projections[:3]))
-        out = (self.whole_layer if whole else self.core)(pair, keys, axis)
+        out = (self.whole_layer if whole else self.core)(pair, key_mask, axis)
         return (out.transpose(1, 2) if turned else out).view(x.shape)
 
-    def whole_layer(self, pair, keys, axis):
+    def whole_layer(self, pair, key_mask, axis):
         """All of it in kernels."""
-        from fusion_lab.kernels.attention.layer import attention_layer
-        weight, bias, eps = affine(self.norm)
-        nothing = weight.new_zeros(pair.shape[-1])
-        return attention_layer(
-            pair, weight, bias, torch.cat([linear.weight for linear in (self.q, self.k, self.v, self.gate)]),
+        from fusion_lab.kernels.attention.layer import Weights, attention_layer
+        norm_weight, norm_bias, eps = affine(self.norm)
+        nothing = norm_weight.new_zeros(pair.shape[-1])
+        weights = Weights(
+            norm_weight, norm_bias,
+            torch.cat([linear.weight for linear in (self.q, self.k, self.v, self.gate)]),
             nothing if self.gate.bias is None else self.gate.bias, self.output.weight,
-            nothing if self.output.bias is None else self.output.bias, self.heads, axis,
-            head_weight=self.head.weight, keys=keys, eps=eps)
+            nothing if self.output.bias is None else self.output.bias, self.head.weight)
+        return attention_layer(pair, weights, self.heads, axis, key_mask=key_mask, eps=eps)
 
-    def core(self, pair, keys, axis):
+    def core(self, pair, key_mask, axis):
         """LayerNorm and projections in PyTorch, between them attention with its gate in kernels."""
-        from fusion_lab.kernels.patches.gated import gated_attention
+        from fusion_lab.kernels.attention.operator import gated_attention_from_python
         dtype = product_dtype(pair)
         x = self.norm(pair).to(dtype)
         bias = F.linear(x, self.head.weight.to(dtype)).permute(0, 3, 1, 2)  # (B, H, X, Y)
         weight, biases = one_weight((self.q, self.k, self.v, self.gate))
         qkvg = F.linear(x, weight.to(dtype), None if biases is None else biases.to(dtype))  # (B, X, Y, 4 H D)
-        return self.output(gated_attention(qkvg, self.heads, axis, bias.mT if axis == 1 else bias, keys))
+        bias = bias.mT if axis == 1 else bias
+        return self.output(gated_attention_from_python(qkvg, self.heads, axis, bias, key_mask))
 
 
 class Multiplication(NamedTuple):

@@ -1,13 +1,13 @@
 """Triangle multiplication as other projects call it, under cuEquivariance's name, from Python or compiled.
 
-From Python a plan says once what follows from shapes, strides and dtypes. Where somebody looks at operators
-it is operator.triangle_multiplication().
+From Python operator.Multiplication runs as it is; under torch.compile, fake tensors or a counter it is
+operator.triangle_multiplication().
 """
 import torch
 from torch import Tensor
 
-from fusion_lab.kernels.common import check_device, check_shapes, multiplies, shared_dtype
-from fusion_lab.kernels.eager import as_given, planned, say_plain, watched
+from fusion_lab.kernels.calls import as_given, once, say_plain, watched, where
+from fusion_lab.kernels.common import check_shapes, multiplies, shared_dtype
 from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
@@ -44,8 +44,8 @@ def joined(x, p, g, columns):
 
 
 def packed(x, weights, norms, dtype=None):
-    """Weights as the kernels have them, operator.PARAMETERS, from those of a call. dtype: that of products'
-    weights, None: as it is; norms: the LayerNorms' where they are not given."""
+    """operator.Weights from those of a call. dtype: that of products' weights, None: as it is; norms: the
+    LayerNorms' where they are not given."""
     (norm_in_weight, norm_in_bias, p_in, p_in_bias, g_in, g_in_bias, norm_out_weight, norm_out_bias,
      *products) = weights
     products = [torch.cat((p_in, g_in)), joined(x, p_in_bias, g_in_bias, p_in.shape[0]), *products]
@@ -53,55 +53,59 @@ def packed(x, weights, norms, dtype=None):
         products = [w if w is None else w.to(dtype) for w in products]
     norms = [default if given is None else given for default, given in zip(
         norms, (norm_in_weight, norm_in_bias, norm_out_weight, norm_out_bias), strict=True)]
-    return [*norms[:2], *products[:2], *norms[2:], *products[2:]]
+    return trimul.Weights(*norms[:2], *products[:2], *norms[2:], *products[2:])
 
 
-class Plan:
-    """What follows from how the tensors of a call look."""
-    name, kept = NAME, {}
+class Update(trimul.Multiplication):
+    """A call from Python, by how its tensors look: x, mask and weights as they are given."""
+    name = NAME
 
-    def __init__(self, tensors, learns, outgoing, eps):
+    def __init__(self, tensors, dtype, outgoing, eps, may_learn):
         x, mask, *weights = tensors
-        check_device(NAME, x)
         check(x, mask, weights)
-        self.outgoing, self.eps = outgoing, float(eps)
-        self.dtype, self.learns = product_dtype(x), learns
-        self.call = None  # made of what the first call gives the kernels
-        self.shape, self.c = x.shape if x.dim() == 4 else (1, *x.shape), x.shape[-1]
-        self.norms = (x.new_ones(self.c), x.new_zeros(self.c)) * 2  # where they are not given
+        save = may_learn and any(t is not None and t.requires_grad for t in tensors)
+        given = dict(zip(WEIGHTS, weights, strict=True))
+        biases = dict(IN_BIAS=given["p_in_bias"] is not None or given["g_in_bias"] is not None,
+                      OUT_BIAS=given["p_out_bias"] is not None, GATE_BIAS=given["g_out_bias"] is not None)
+        self.shape = x.shape if x.dim() == 4 else (1, *x.shape)
+        self.describe(trimul.Given(x if x.dim() == 4 else x[None], self.spread(mask), None), dtype,
+                      biases, trimul.Settings(outgoing, eps, save))
+        self.norms = (x.new_ones(self.C), x.new_zeros(self.C)) * 2  # where they are not given
         self.given = [w is not None for w in weights]
         self.as_they_lie = all([t is None or t.is_contiguous() for t in (x, *weights)]) and x.dim() == 4
-        need_cast = any([w is not None and w.dtype != self.dtype for w in (*weights[2:6], *weights[8:])])
-        self.cast = self.dtype if need_cast else None
+        need_cast = any([w is not None and w.dtype != dtype for w in (*weights[2:6], *weights[8:])])
+        self.cast = dtype if need_cast else None
+        self.sums_dtype, self.programs_of = None, None  # found by the first call
 
-    def forward(self, x, mask, *weights):
+    def spread(self, mask):
+        """The mask (B, N, N) as kernels read it, or None."""
+        if mask is None:
+            return None
+        mask = mask if mask.shape == self.shape[:3] else mask.expand(self.shape[:3])
+        return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+    def update(self, x, mask, weights):
         """The update, and what backward reads."""
         pair = x if self.as_they_lie else x.contiguous().view(self.shape)
         weights = weights if self.as_they_lie else [w if w is None else w.contiguous() for w in weights]
-        parameters = packed(x, weights, self.norms, self.cast)
-        if mask is not None:
-            mask = mask if mask.shape == self.shape[:3] else mask.expand(self.shape[:3])
-            mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-        if self.call is None:
-            trimul.check(pair, parameters, mask, None, None)
-            self.call = trimul.Call(pair, parameters, mask, None, self.outgoing)
-            self.programs = [trimul.programs(name, *self.shape[:2], self.c, self.dtype) for name in (
-                "triangle_multiplication_front_backward_kernel",
-                "triangle_multiplication_back_backward_kernel")]
-            self.sums_dtype = shared_dtype([dict(zip(trimul.PARAMETERS, parameters, strict=True))[name]
-                                            for name in trimul.SUMMED])
-        out, *saved = self.call.forward(pair, parameters, mask, None, None, self.eps, self.learns)
+        parameters, mask = packed(x, weights, self.norms, self.cast), self.spread(mask)
+        if self.programs_of is None:
+            parameters.check(self.C)
+            self.programs_of = [trimul.programs(name, *self.shape[:2], self.C, self.dtype)
+                                for name in trimul.SUMMING]
+            self.sums_dtype = shared_dtype(parameters.of_sums())
+        out, *saved = self.forward((pair, mask, None, None, None), parameters)
         return out if x.dim() == 4 else out.view(x.shape), (pair, mask, *saved, *parameters)
 
-    def backward(self, gradient, pair, mask, statistics, normed, normed_product, product, sides, *parameters):
+    def gradients(self, gradient, pair, mask, *saved):
         """Gradients of x, not of the mask, and of all weights in the order of a call. Autograd casts them to
         the dtypes of what they belong to."""
-        c, shape = self.c, gradient.shape
-        dpair, dprojected, dout, *partial_sums = self.call.backward(
-            gradient.view(self.shape), pair, parameters, mask, None, statistics, normed, normed_product,
-            product, sides, False, *self.programs)
-        front, back = [sums.launch(each, self.sums_dtype, self.call.bound, name)
+        c, saved, parameters = self.C, saved[:5], saved[5:]
+        dpair, dprojected, dout, *partial_sums = self.backward(
+            gradient.view(self.shape), (pair, mask, None), parameters, saved, self.programs_of)
+        front, back = [sums.launch(each, self.sums_dtype, self.bound, name)
                        for each, name in zip(partial_sums, ("front sums", "back sums"), strict=True)]
+        _, normed, normed_product, _, _ = saved
         with as_given(gradient):
             dp_in, dg_in, dg_out = torch.mm(dprojected.t(), normed).split_with_sizes((2 * c, 2 * c, c))
             dp_out = torch.mm(dout.t(), normed_product)  # (c, c)
@@ -109,22 +113,40 @@ class Plan:
         dcenter_weight, dcenter_bias, dp_out_bias, dg_out_bias = back.split_with_sizes((c, c, c, c))
         found = (dnorm_weight, dnorm_bias, dp_in, dp_in_bias, dg_in, dg_in_bias, dcenter_weight, dcenter_bias,
                  dp_out, dp_out_bias, dg_out, dg_out_bias)
-        return (dpair.view(shape), None,
-                *[d if there else None for d, there in zip(found, self.given, strict=True)])
+        return dpair.view(gradient.shape), [d if there else None
+                                            for d, there in zip(found, self.given, strict=True)]
 
 
-def plain(pair, *given):
+class FromPython(torch.autograd.Function):
+    """An Update with its derivative."""
+
+    @staticmethod
+    def forward(ctx, settings, x, mask, *weights):
+        ctx.call = Update.of((x, mask, *weights), *settings)
+        out, saved = ctx.call.update(x, mask, weights)
+        ctx.save_for_backward(*saved)
+        return out
+
+    @staticmethod
+    @once
+    def backward(ctx, gradient):
+        dx, dweights = ctx.call.gradients(gradient, *ctx.saved_tensors)
+        return None, dx, None, *dweights
+
+
+def plain(pair, weights, mask, *settings):
     """operator.reference() of the same, with parameters in pair's dtype."""
-    return trimul.reference(pair, *(t.to(pair.dtype) if isinstance(t, torch.Tensor) else t for t in given))
+    *weights, mask = (t if t is None else t.to(pair.dtype) for t in (*weights, mask))
+    return trimul.reference(pair, weights, mask, *settings)
 
 
 def by_whole_function(function, x, mask, weights, *settings):
-    """function(pair, *operator.PARAMETERS, mask, *settings): where no plan serves."""
+    """function(pair, operator.Weights, mask, *settings): where no call is kept."""
     check(x, mask, weights)
     pair, c = x if x.dim() == 4 else x[None], x.shape[-1]
     mask = None if mask is None else mask.expand(pair.shape[:3])
     parameters = packed(x, weights, (x.new_ones(c), x.new_zeros(c)) * 2)
-    return function(pair, *parameters, mask, *settings).view(x.shape)
+    return function(pair, parameters, mask, *settings).view(x.shape)
 
 
 def triangle_multiplicative_update(
@@ -154,4 +176,5 @@ def triangle_multiplicative_update(
     given = x, mask, *weights
     if watched(NAME, given):
         return by_whole_function(trimul.triangle_multiplication, x, mask, weights, outgoing, eps)
-    return planned(Plan, given, dtype, outgoing, eps)
+    with where(x):
+        return FromPython.apply((dtype, outgoing, float(eps), torch.is_grad_enabled()), *given)

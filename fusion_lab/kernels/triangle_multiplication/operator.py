@@ -24,6 +24,8 @@ side = value * sigmoid(gate), which is saved, value's gradient is dside sigmoid(
 dside side (1 - sigmoid(gate)).
 Sums over positions are one partial sum a program, so every run gives the same bits.
 """
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -31,26 +33,50 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.ahead_of_time import is_fake
-from fusion_lab.kernels.common import (
-    bind,
-    candidates,
-    check_dtype,
-    check_shapes,
-    lines,
-    operation,
-    shared_dtype,
-)
+from fusion_lab.kernels.calls import Call
+from fusion_lab.kernels.common import candidates, check_dtype, check_shapes, lines, operation, shared_dtype
 from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 from fusion_lab.kernels.triangle_multiplication import kernels
 from fusion_lab.kernels.triangle_multiplication import products as triangle_products
 
-PARAMETERS = ("norm_weight", "norm_bias", "in_weight", "in_bias", "center_weight", "center_bias",
-              "out_weight", "out_bias", "gate_weight", "gate_bias")
-SUMMED = ("norm_weight", "norm_bias", "in_bias", "center_weight", "center_bias", "out_bias", "gate_bias")
-# are those whose gradients are sums over positions, which kernels leave as partial sums
+
+class Weights(NamedTuple):
+    """Parameters. in_weight, in_bias: of left, right, left gate and right gate, below each other. Biases of
+    projections may be None."""
+    norm_weight: Tensor  # (c,)
+    norm_bias: Tensor  # (c,)
+    in_weight: Tensor  # (4 c, c)
+    in_bias: Tensor | None  # (4 c,)
+    center_weight: Tensor  # (c,)
+    center_bias: Tensor  # (c,)
+    out_weight: Tensor  # (c, c)
+    out_bias: Tensor | None  # (c,)
+    gate_weight: Tensor  # (c, c)
+    gate_bias: Tensor | None  # (c,)
+
+    def check(self, c):
+        """ValueError with what is wrong."""
+        check_dtype(self.in_weight, "triangle multiplication")
+        if c not in CHANNELS:
+            raise ValueError(f"no Triton triangle multiplication of {c} channels, but of "
+                             f"{', '.join(map(str, CHANNELS))}")
+        sizes = (c,), (c,), (4 * c, c), (4 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,)
+        check_shapes(*zip(self._fields, self, sizes, strict=True))
+
+    def cast(self, dtype):
+        """All contiguous, and in this dtype but those of LayerNorms, which compute in float32 anyway."""
+        return Weights(*[w if w is None else (w if name in NORMS else w.to(dtype)).contiguous()
+                         for name, w in zip(self._fields, self, strict=True)])
+
+    def of_sums(self):
+        """Those whose gradients are sums over positions, which kernels leave as partial sums."""
+        return [w for name, w in zip(self._fields, self, strict=True)
+                if name.endswith("bias") or name in NORMS]
+
+
+NORMS = ("norm_weight", "norm_bias", "center_weight", "center_bias")
 
 # BM positions and BC channels of a tile. The first of each needs no more than any GPU has; the tuner chooses
 # (tuner.py).
@@ -63,17 +89,17 @@ BACK_BACKWARD = candidates(TILES, (64, 32, 4, 2), (32, 32, 4, 2), (64, 16, 4, 2)
                            (128, 16, 8, 2), (128, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 2), (32, 64, 4, 3))
 FRONT_BACKWARD = candidates(TILES, (64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3), (64, 64, 4, 2))
 WIDE = candidates(TILES, (32, 64, 4, 2))  # of that above 128 channels, where it becomes 16 positions
+SUMMING = "triangle_multiplication_front_backward_kernel", "triangle_multiplication_back_backward_kernel"
 CANDIDATES = dict(triangle_multiplication_front_kernel=FRONT, triangle_multiplication_back_kernel=BACK,
                   triangle_multiplication_back_backward_kernel=BACK_BACKWARD,
                   triangle_multiplication_front_backward_kernel=FRONT_BACKWARD)
 
 
-def reference(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight,
-              out_bias, gate_weight, gate_bias, mask=None, outgoing=True, eps=1e-5, residual=None, drop=None):
+def reference(pair, weights, mask=None, outgoing=True, eps=1e-5, residual=None, drop=None):
     """The same in plain PyTorch; arguments as in triangle_multiplication()."""
-    c = pair.shape[-1]
-    x = F.layer_norm(pair, (c,), norm_weight, norm_bias, eps)
-    left, right, left_gate, right_gate = F.linear(x, in_weight, in_bias).chunk(4, dim=-1)
+    c, w = pair.shape[-1], Weights(*weights)
+    x = F.layer_norm(pair, (c,), w.norm_weight, w.norm_bias, eps)
+    left, right, left_gate, right_gate = F.linear(x, w.in_weight, w.in_bias).chunk(4, dim=-1)
     left, right = left * left_gate.sigmoid(), right * right_gate.sigmoid()
     if mask is not None:
         keep = mask.to(left.dtype)[..., None]
@@ -82,8 +108,8 @@ def reference(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, c
         else:
             left = left * (keep[:, None] if outgoing else keep[:, :, None])
     product = torch.einsum("bikc,bjkc->bijc" if outgoing else "bkic,bkjc->bijc", left, right)
-    update = F.linear(F.layer_norm(product, (c,), center_weight, center_bias, eps), out_weight, out_bias)
-    update = update * F.linear(x, gate_weight, gate_bias).sigmoid()
+    product = F.layer_norm(product, (c,), w.center_weight, w.center_bias, eps)
+    update = F.linear(product, w.out_weight, w.out_bias) * F.linear(x, w.gate_weight, w.gate_bias).sigmoid()
     update = update if drop is None else update * drop
     return update if residual is None else residual + update
 
@@ -113,27 +139,70 @@ def programs(name, B, S, C, dtype):
     return B * padded(S) ** 2 // config["BM"]
 
 
-class Call:
-    """What the launches of one call share: sizes, strides, flags, each a group of keywords. Kept, it also
-    keeps the launches ready (bound). weights: of PARAMETERS, None for a bias that there is not."""
+class Given(NamedTuple):
+    """The tensors of an operator, without weights, which stand behind them. after: what has to be there
+    before backward recomputes (see projections.norm_project()); out is empty then."""
+    pair: Tensor
+    mask: Tensor | None
+    drop: Tensor | None
+    residual: Tensor | None = None
+    after: Tensor | None = None
 
-    def __init__(self, pair, weights, mask, drop, outgoing):
-        self.fake, (self.B, self.S, _, self.C) = is_fake(pair), pair.shape
+
+class Saved(NamedTuple):
+    """What forward leaves for backward, without out: see Multiplication.forward()."""
+    statistics: Tensor
+    normed: Tensor
+    normed_product: Tensor
+    product: Tensor
+    sides: Tensor
+
+
+class Settings(NamedTuple):
+    """save: whether there will be a backward, for forward; residual_is_pair: for backward."""
+    outgoing: bool
+    eps: float = 0.0
+    save: bool = False
+    residual_is_pair: bool = False
+
+
+class Multiplication(Call):
+    """The launches of triangle multiplication for tensors that look alike: sizes, strides, flags, each a
+    group of keywords. tensors: Given, and Weights behind it."""
+    name = "triangle multiplication"
+
+    def __init__(self, tensors, *settings):
+        given, weights = Given(*tensors[:GIVEN]), Weights(*tensors[GIVEN:GIVEN + len(Weights._fields)])
+        biases = {name.upper(): getattr(weights, name) is not None
+                  for name in ("in_bias", "out_bias", "gate_bias")}
+        self.describe(given, weights.in_weight.dtype, biases, Settings(*settings))
+
+    def describe(self, given, dtype, biases, settings):
+        """dtype: of weights; biases: which there are."""
+        pair, mask, drop, residual, _ = given
+        super().__init__(pair)
+        (self.B, self.S, _, self.C), self.settings = pair.shape, settings
         self.SP = padded(self.S)
         self.positions = self.B * self.SP * self.SP
         if self.positions >= 1 << 31:  # a program counts positions in 32 bits
             raise ValueError(f"{tuple(pair.shape)} are too many positions for one launch")
-        weights = dict(zip(PARAMETERS, weights, strict=True))
-        self.outgoing, self.dtype, self.device = outgoing, weights["in_weight"].dtype, pair.device
-        self.biases = {name.upper(): weights[name] is not None
-                       for name in ("in_bias", "out_bias", "gate_bias")}
-        self.mask = dict(named_strides("mask", mask_strides(mask, outgoing)), MASK=mask is not None,
+        self.biases, self.outgoing, self.dtype, self.device = biases, settings.outgoing, dtype, pair.device
+        self.mask = dict(named_strides("mask", mask_strides(mask, self.outgoing)), MASK=mask is not None,
                          MASK_BOTH=mask is not None and mask.dim() == 3)
         strides = (0, 0, 0) if drop is None else drop.expand(pair.shape).stride()
         self.drop = dict(named_strides("drop", strides), DROP=drop is not None)
-        self.bound = {}
         self.sizes = dict(S=self.S, SP=self.SP, channel_stride=self.positions)
         self.flags = dict(C=self.C, NO_PADDING=self.S == self.SP)
+
+    def looked_up(self, name):
+        return looked_up(name, self.S, self.C, self.dtype)
+
+    def fitted(self, config):
+        config = fitted(config, self.C)
+        return dict(config, LINES=lines(self.S, self.S, config["BM"]) if self.S == self.SP else 0)
+
+    def grid(self, config):
+        return (self.positions // config["BM"],)
 
     def new(self, *size, dtype=None):
         """Room for a tensor, in the weights' dtype unless another is given."""
@@ -160,28 +229,11 @@ class Call:
         """Room for mean and 1 / std of pair, then of the product, at each position: (4, B SP SP)."""
         return self.new(4, self.positions, dtype=torch.float32)
 
-    def run(self, kernel, tensors, summed=False, **options):
-        """Launch with the tuner's choice of tile. summed: the last of the tensors gets a row from every
-        program. Nothing for fake tensors."""
-        if self.fake:
-            return None
-        name = kernel.__name__
-        if name in self.bound and tuner.found is None and not (
-                summed and tensors[-1].shape[0] != self.bound[name].grid[0]):
-            return self.bound[name](*tensors)
-
-        def launch(config):
-            config = fitted(config, self.C)
-            count = self.positions // config["BM"]  # programs
-            whole = lines(self.S, self.S, config["BM"]) if self.S == self.SP else 0
-            flags = {flag: there for flag, there in self.biases.items() if flag in kernel.arg_names}
-            ready = bind(self.bound, name, kernel, (count,), **options, **flags, **self.sizes, **self.flags,
-                         LINES=whole, **config)
-            if not summed:
-                return ready(*tensors)
-            with sums.room(tensors[-1], count) as room:
-                ready(*tensors[:-1], room)
-        return tuner.launch(*looked_up(name, self.S, self.C, self.dtype), launch)
+    def start(self, kernel, tensors, options, summed=False):
+        """Call.run() with the constants that all kernels take, and the biases that this one reads."""
+        self.run(kernel, tensors, self.grid, lambda: dict(
+            options(), **{flag: there for flag, there in self.biases.items() if flag in kernel.arg_names},
+            **self.sizes, **self.flags), summed=summed)
 
     def matrices(self, planes):
         """((C B, SP, SP), ...) of left and right, or of the product alone."""
@@ -199,49 +251,55 @@ class Call:
         triangle_products.multiply_backward(*matrices, self.outgoing, self.bound)
         return dsides
 
-    def forward(self, pair, weights, mask, drop, residual, eps, save, makes_out=True):
+    def forward(self, given, weights):
         """[out; for backward statistics, LN(pair), LN(product), the product, both sides].
 
-        LN(product) and the sides are empty unless save; out is, unless it is made."""
+        LN(product) and the sides are empty unless settings say save; out is, if there is given.after."""
+        pair, mask, drop, residual, after = given
         norm_weight, norm_bias, in_weight, in_bias, *behind = weights
+        save, makes_out = self.settings.save, after is None
         statistics, normed, sides = self.statistics(), self.matrix(self.C), self.planes(2)
-        self.run(kernels.triangle_multiplication_front_kernel,
-                 (pair, norm_weight, norm_bias, in_weight, in_bias, mask, sides, normed, statistics[:2]),
-                 eps=eps, **self.mask)
+        self.start(kernels.triangle_multiplication_front_kernel,
+                   (pair, norm_weight, norm_bias, in_weight, in_bias, mask, sides, normed, statistics[:2]),
+                   lambda: dict(self.mask, eps=self.settings.eps))
         product = self.multiply(sides)
         sides = sides if save else self.planes(0)  # their memory may be out's
         out, normed_product = self.result(pair, residual, makes_out), self.matrix(self.C * save)
-        self.run(kernels.triangle_multiplication_back_kernel,
-                 (product, normed, *behind, drop, residual, out, normed_product, statistics[2:]), eps=eps,
-                 RESIDUAL=residual is not None, SAVE=save, OUT=makes_out, **self.drop)
+        self.start(kernels.triangle_multiplication_back_kernel,
+                   (product, normed, *behind, drop, residual, out, normed_product, statistics[2:]),
+                   lambda: dict(self.drop, eps=self.settings.eps, RESIDUAL=residual is not None, SAVE=save,
+                                OUT=makes_out))
         return [out, statistics, normed, normed_product, product, sides]
 
-    def backward(self, gradient, pair, weights, mask, drop, statistics, normed, normed_product, product,
-                 sides, residual_is_pair, front_programs, back_programs):
+    def backward(self, gradient, given, weights, saved, programs):
         """The five results, of P = B S S positions:
 
             dpair               like pair
             dprojected (P, 5 c) gradients of left, right, their gates and the output gate, before sigmoids
             dout (P, c)         gradient of the output projection's result
-            front_sums          (front_programs, 6 c) partial sums: norm_weight's, norm_bias's, in_bias's
-            back_sums           (back_programs, 4 c): center_weight's, center_bias's, out_bias's, gate_bias's
+            front_sums          (programs, 6 c) partial sums: norm_weight's, norm_bias's, in_bias's
+            back_sums           (programs, 4 c): center_weight's, center_bias's, out_bias's, gate_bias's
 
-        Products of the (P, .) are left to the caller, where torch.compile sees them; so those outlive their
-        use here."""
+        programs: how many of both. Products of the (P, .) are left to the caller, where torch.compile sees
+        them; so those outlive their use here."""
+        (pair, mask, drop, *_), (statistics, normed, normed_product, product, sides) = given, saved
         norm_weight, _, in_weight, in_bias, center_weight, _, *behind = weights
         dpair, dprojected, dout = pair.new_empty(pair.shape), self.matrix(5 * self.C), self.matrix(self.C)
-        front_sums, back_sums = self.partial_sums(front_programs, 6), self.partial_sums(back_programs, 4)
+        front_sums, back_sums = map(self.partial_sums, programs, (6, 4))
         dproduct = self.planes(1)
-        self.run(kernels.triangle_multiplication_back_backward_kernel,
-                 (product, normed, normed_product, center_weight, *behind, drop, statistics[2:], gradient,
-                  dproduct, dout, dprojected, back_sums), summed=True, **self.drop)
+        self.start(kernels.triangle_multiplication_back_backward_kernel,
+                   (product, normed, normed_product, center_weight, *behind, drop, statistics[2:], gradient,
+                    dproduct, dout, dprojected, back_sums), lambda: self.drop, summed=True)
         dsides = self.multiply_backward(sides, dproduct)
         del dproduct
-        self.run(kernels.triangle_multiplication_front_backward_kernel,
-                 (pair, normed, norm_weight, behind[2], in_weight, in_bias, mask, sides, dsides,
-                  statistics[:2], gradient, dprojected, dpair, front_sums), summed=True,
-                 ADD_GRADIENT=residual_is_pair, **self.mask)
+        self.start(kernels.triangle_multiplication_front_backward_kernel,
+                   (pair, normed, norm_weight, behind[2], in_weight, in_bias, mask, sides, dsides,
+                    statistics[:2], gradient, dprojected, dpair, front_sums),
+                   lambda: dict(self.mask, ADD_GRADIENT=self.settings.residual_is_pair), summed=True)
         return [dpair, dprojected, dout, front_sums, back_sums]
+
+
+GIVEN = len(Given._fields)
 
 
 def named_strides(name, strides):
@@ -256,23 +314,18 @@ def mask_strides(mask, outgoing):
     return mask.stride() if mask.dim() == 3 else (mask.stride(0), *((0, 1) if outgoing else (1, 0)))
 
 
-def forward(pair: Tensor, weights: list[Tensor | None], mask: Tensor | None, drop: Tensor | None,
-            residual: Tensor | None, outgoing: bool, eps: float, save: bool,
-            after: Tensor | None = None) -> list[Tensor]:
-    """Call.forward() as an operator. With `after`, when backward recomputes, out is empty (see
-    projections.norm_project())."""
-    return Call(pair, weights, mask, drop, outgoing).forward(pair, weights, mask, drop, residual, eps, save,
-                                                             after is None)
+def forward(tensors: list[Tensor | None], outgoing: bool, eps: float, save: bool) -> list[Tensor]:
+    """Multiplication.forward() as an operator; tensors: Given, then Weights."""
+    return Multiplication.of(tensors, outgoing, eps, save).forward(tensors[:GIVEN], tensors[GIVEN:])
 
 
-def backward(gradient: Tensor, pair: Tensor, weights: list[Tensor | None], mask: Tensor | None,
-             drop: Tensor | None, statistics: Tensor, normed: Tensor, normed_product: Tensor, product: Tensor,
-             sides: Tensor, residual_is_pair: bool, outgoing: bool, front_programs: int,
-             back_programs: int) -> list[Tensor]:
-    """Call.backward() as an operator."""
-    return Call(pair, weights, mask, drop, outgoing).backward(
-        gradient, pair, weights, mask, drop, statistics, normed, normed_product, product, sides,
-        residual_is_pair, front_programs, back_programs)
+def backward(tensors: list[Tensor | None], outgoing: bool, residual_is_pair: bool,
+             programs: list[int]) -> list[Tensor]:
+    """Multiplication.backward() as an operator; tensors: Given, Weights, Saved, gradient."""
+    end = GIVEN + len(Weights._fields)
+    *saved, gradient = tensors[end:]
+    return Multiplication.of(tensors, outgoing, 0.0, False, residual_is_pair).backward(
+        gradient, tensors[:GIVEN], tensors[GIVEN:end], saved, programs)
 
 
 FORWARD_OP = operation("triangle_forward", forward)
@@ -281,74 +334,59 @@ BACKWARD_OP = operation("triangle_backward", backward)
 
 class TriangleMultiplication(torch.autograd.Function):
     """triangle_multiplication() with its derivative. Saves pair and, unless recompute, 3 tensors of its size
-    and both sides."""
+    and both sides. settings: Settings, recompute."""
 
     @staticmethod
-    def forward(ctx, pair, mask, drop, residual, residual_is_pair, outgoing, eps, save, recompute, *weights):
-        ctx.residual_is_pair, ctx.outgoing, ctx.eps = residual_is_pair, outgoing, eps
-        save = save and not recompute
-        out, *saved = FORWARD_OP(pair, weights, mask, drop, pair if residual_is_pair else residual, outgoing,
-                                 eps, save)
+    def forward(ctx, pair, mask, drop, residual, settings, *weights):
+        ctx.settings, recompute = settings
+        outgoing, eps, save, residual_is_pair = ctx.settings
+        given = Given(pair, mask, drop, pair if residual_is_pair else residual)
+        out, *saved = FORWARD_OP([*given, *weights], outgoing, eps, save and not recompute)
         ctx.save_for_backward(pair, mask, drop, *([None] * 5 if recompute else saved), *weights)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        pair, mask, drop, statistics, normed, normed_product, product, sides, *weights = ctx.saved_tensors
-        if sides is None:  # recompute
-            _, statistics, normed, normed_product, product, sides = FORWARD_OP(
-                pair, weights, mask, None, None, ctx.outgoing, ctx.eps, True, gradient)
-        named = dict(zip(PARAMETERS, weights, strict=True))
-        (B, S, _, c), dtype = pair.shape, shared_dtype([named[name] for name in SUMMED])
-        counts = [programs(name, B, S, c, named["in_weight"].dtype) for name in (
-            "triangle_multiplication_front_backward_kernel", "triangle_multiplication_back_backward_kernel")]
+        pair, mask, drop, *saved = ctx.saved_tensors
+        saved, weights = saved[:5], Weights(*saved[5:])
+        outgoing, eps, _, residual_is_pair = ctx.settings
+        if saved[0] is None:  # recompute
+            _, *saved = FORWARD_OP([*Given(pair, mask, None, None, gradient), *weights], outgoing, eps, True)
+        (B, S, _, c), dtype = pair.shape, shared_dtype(weights.of_sums())
+        counts = [programs(name, B, S, c, weights.in_weight.dtype) for name in SUMMING]
         dpair, dprojected, dout, *partial_sums = BACKWARD_OP(
-            gradient.contiguous(), pair, weights, mask, drop, statistics, normed, normed_product, product,
-            sides, ctx.residual_is_pair, ctx.outgoing, *counts)
+            [*Given(pair, mask, drop), *weights, *saved, gradient.contiguous()], outgoing, residual_is_pair,
+            counts)
+        _, normed, normed_product, _, _ = saved
         # Gradients of all weights: two products over positions, and the partial sums added up
         din_weight, dgate_weight = (dprojected.t() @ normed).split([4 * c, c])  # (4 c, c), (c, c)
         dout_weight = dout.t() @ normed_product  # (c, c)
         front, back = [sums.OP(each, dtype) for each in partial_sums]  # (6 c,), (4 c,)
         dnorm_weight, dnorm_bias, din_bias = front.split([c, c, 4 * c])
         dcenter_weight, dcenter_bias, dout_bias, dgate_bias = back.split([c, c, c, c])
-        found = (dnorm_weight, dnorm_bias, din_weight, din_bias, dcenter_weight, dcenter_bias, dout_weight,
-                 dout_bias, dgate_weight, dgate_bias)  # as PARAMETERS
+        found = Weights(dnorm_weight, dnorm_bias, din_weight, din_bias, dcenter_weight, dcenter_bias,
+                        dout_weight, dout_bias, dgate_weight, dgate_bias)
         dweights = [None if w is None else d.to(w.dtype) for d, w in zip(found, weights, strict=True)]
-        return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, *[None] * 5, *dweights
+        return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, None, *dweights
 
 
-def check(pair, weights, mask, drop, residual):
-    """ValueError with what is wrong."""
-    B, S, _, c = pair.shape
-    check_dtype(weights[PARAMETERS.index("in_weight")], "triangle multiplication")
-    if c not in CHANNELS:
-        raise ValueError(f"no Triton triangle multiplication of {c} channels, but of "
-                         f"{', '.join(map(str, CHANNELS))}")
-    sizes = (c,), (c,), (4 * c, c), (4 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,)
-    check_shapes(("pair", pair, (B, S, S, c)), ("mask", mask, (B, S), (B, S, S)),
-                 ("drop", drop, (B, 1, S, c), (B, S, 1, c)), ("residual", residual, (B, S, S, c)),
-                 *zip(PARAMETERS, weights, sizes, strict=True))
-
-
-def triangle_multiplication(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias,
-                            out_weight, out_bias, gate_weight, gate_bias, mask=None, outgoing=True, eps=1e-5,
-                            residual=None, drop=None, recompute=False):
+def triangle_multiplication(pair, weights, mask=None, outgoing=True, eps=1e-5, residual=None, drop=None,
+                            recompute=False):
     """The update of pair (B, S, S, c), or residual + drop * update; see the formula above.
 
-    in_weight (4 c, c), in_bias: left, right, left gate, right gate; out_weight, gate_weight (c, c); biases of
-    projections may be None. mask (B, S), 0 = missing, takes residues out of the sum; a mask (B, S, S)
-    multiplies both sides. residual: pair itself or a tensor like it; drop (B, 1, S, c) or (B, S, 1, c):
-    factors. recompute: save pair alone and run forward once more in backward. No gradients for mask and drop,
-    no second derivatives. ValueError for what the kernels cannot take.
+    weights: Weights. mask (B, S), 0 = missing, takes residues out of the sum; a mask (B, S, S) multiplies
+    both sides. residual: pair itself or a tensor like it; drop (B, 1, S, c) or (B, S, 1, c): factors.
+    recompute: save pair alone and run forward once more in backward. No gradients for mask and drop, no
+    second derivatives. ValueError for what the kernels cannot take.
     """
-    weights = [norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight, out_bias,
-               gate_weight, gate_bias]
-    dtype, residual_is_pair = product_dtype(pair), residual is pair
-    for n, w in enumerate(weights):  # LayerNorms compute in float32 anyway
-        weights[n] = None if w is None else (w if n in (0, 1, 4, 5) else w.to(dtype)).contiguous()
-    check(pair, weights, mask, drop, residual)
+    dtype, residual_is_pair, (B, S, _, c) = product_dtype(pair), residual is pair, pair.shape
+    weights = Weights(*weights).cast(dtype)
+    weights.check(c)
+    check_shapes(("pair", pair, (B, S, S, c)), ("mask", mask, (B, S), (B, S, S)),
+                 ("drop", drop, (B, 1, S, c), (B, S, 1, c)), ("residual", residual, (B, S, S, c)))
     mask, drop = (None if t is None else t.to(dtype).contiguous() for t in (mask, drop))
     residual = None if residual_is_pair or residual is None else residual.contiguous()
-    return TriangleMultiplication.apply(pair.contiguous(), mask, drop, residual, residual_is_pair, outgoing,
-                                        eps, torch.is_grad_enabled(), recompute, *weights)
+    settings = Settings(outgoing, eps, torch.is_grad_enabled(), residual_is_pair)
+    return TriangleMultiplication.apply(pair.contiguous(), mask, drop, residual, (settings, recompute),
+                                        *weights)

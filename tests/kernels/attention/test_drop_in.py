@@ -3,8 +3,9 @@ lengths, rows with one key, and inputs for PyTorch's operations. (test_families.
 import pytest
 import torch
 
-from fusion_lab.kernels import eager, tuner
+from fusion_lab.kernels import calls, tuner
 from fusion_lab.kernels.attention import drop_in
+from fusion_lab.kernels.attention.call import Attention
 from tests.kernels.problems import attention_from_python as problem
 from tests.kernels.rule import equal, gradients, violations
 
@@ -95,8 +96,8 @@ def fewer(ours, plain, tensors):
     "float64": lambda: problem(torch.float64, S),
     "another number of keys": lambda: fewer(*problem(torch.float32, S, False))}.items())
 def test_what_no_kernel_takes_is_said_and_runs_in_pytorchs_operations(said, made, monkeypatch):
-    monkeypatch.setattr(drop_in, "planned", None)
-    monkeypatch.setattr(eager, "said", set())
+    monkeypatch.setattr(drop_in.attention, "attention_from_python", None)
+    monkeypatch.setattr(calls, "said", set())
     with pytest.warns(UserWarning, match=said):
         assert not violations(*made())
 
@@ -147,13 +148,13 @@ def test_what_is_refused_in_one_line():
         drop_in.triangle_attention(q, k, v, bias, return_aux=True)
 
 
-def test_plans_are_made_anew_when_tiles_were_measured(monkeypatch, tmp_path):
+def test_calls_are_made_anew_when_tiles_were_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(tuner, "cache_file", lambda: tmp_path / "tiles.json")
     monkeypatch.setattr(tuner, "fastest", lambda key, candidates, run: candidates[0])
     ours, _, tensors = problem(torch.bfloat16, S)
     ours(*tensors)
-    assert drop_in.Plan.kept
+    assert Attention.kept
     with tuner.retuning() as found:
         ours(*tensors)
         assert any(key.startswith("attention_forward_kernel") for key in found)
-    assert not drop_in.Plan.kept
+    assert not Attention.kept

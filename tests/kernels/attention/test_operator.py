@@ -2,8 +2,8 @@
 import pytest
 import torch
 
+from fusion_lab.kernels.attention import call, padded_bias
 from fusion_lab.kernels.attention import operator as attention_operator
-from fusion_lab.kernels.attention import padded_bias
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
@@ -30,9 +30,9 @@ def test_zeros_are_written_where_a_row_has_one_key():
     """On a GPU; in the interpreter what they replace is 0, too."""
     q, keys = torch.ones(1, 3, 2, 70, 16), torch.zeros(1, 3, 70)
     keys[:, 0, 69] = keys[:, 1, :2] = 1
-    key_mask, found = padded_bias.launch_key_mask(keys, 128), [q.clone(), q.clone()]
-    launch = attention_operator.Launch([q, q, q], None, None, key_mask, 2, 0, False, 1.0)
-    launch.zero_where_one_key_is(key_mask, *found)
+    key_bias, found = padded_bias.launch_key_bias(keys, 128), [q.clone(), q.clone()]
+    attention = call.Attention(call.listed([q, q, q], None, None, key_bias), 2, 0, 1.0)
+    attention.zero_where_one_key_is(key_bias, *found)
     assert all(each[:, 1:].eq(1).all() and not each[:, 0].any() for each in found)
 
 

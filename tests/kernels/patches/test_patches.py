@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 
 from fusion_lab.kernels import dispatch
 from fusion_lab.kernels.attention import layer as attention_layer
-from fusion_lab.kernels.patches import gated, patch, triangle
+from fusion_lab.kernels.attention import operator as attention
+from fusion_lab.kernels.patches import patch, triangle
 from fusion_lab.kernels.triangle_multiplication import drop_in
 from fusion_lab.kernels.triangle_multiplication import operator as multiplication
 from tests.kernels import references
@@ -133,15 +134,15 @@ def plain_update(x, direction, mask, norm, norm_bias, p_in, p_bias, g_in, g_bias
     """triangle_multiplicative_update() by the reference of its operator."""
     biases = None if p_bias is None else torch.cat([p_bias, g_bias])
     *others, eps = others
-    return multiplication.reference(x, norm, norm_bias, torch.cat([p_in, g_in]), biases, *others, mask,
-                                    direction == "outgoing", eps)
+    weights = norm, norm_bias, torch.cat([p_in, g_in]), biases, *others
+    return multiplication.reference(x, weights, mask, direction == "outgoing", eps)
 
 
 @pytest.mark.parametrize("name, whole", [(name, whole) for name in LAYERS for whole in (False, True)
                                          if not whole or "attention" in name or name.endswith("ing")])
 def test_exact_in_float64(name, whole, monkeypatch, on_gpu):
     """By references in the kernels' places, which shows that each parameter takes its own."""
-    monkeypatch.setattr(gated, "gated_attention", references.gated_attention)
+    monkeypatch.setattr(attention, "gated_attention_from_python", references.gated_attention)
     monkeypatch.setattr(attention_layer, "attention_layer", references.attention_layer)
     monkeypatch.setattr(drop_in, "triangle_multiplicative_update", plain_update)
     monkeypatch.setattr(triangle, "WHOLE_FROM", 0 if whole else S + 1)
@@ -158,7 +159,7 @@ def test_exact_in_float64(name, whole, monkeypatch, on_gpu):
 @pytest.mark.interpreted
 def test_all_of_an_attention_layer_in_kernels(monkeypatch, on_gpu):
     monkeypatch.setattr(triangle, "WHOLE_FROM", 0)
-    monkeypatch.setattr(gated, "gated_attention", None)
+    monkeypatch.setattr(attention, "gated_attention_from_python", None)
     assert not violations(*problem("OpenFold, ending", CALLS["plainly"]))
 
 

@@ -22,8 +22,8 @@ def test_saves_what_it_says():
 @pytest.mark.parametrize("keep, passes", {True: 6, False: 4}.items())
 def test_forward_holds_nothing_that_nobody_reads(keep, passes, monkeypatch):
     """x, product, both sides, LN(product), the result; without backward these come when sides are gone."""
-    monkeypatch.setattr(trimul.Call, "run", lambda *_, **__: None)  # kernels need no memory of their own
+    monkeypatch.setattr(trimul.Multiplication, "run", lambda *_, **__: None)  # which needs no memory
     _, _, (pair, *weights, _) = multiplication(torch.float32, 1, 16, 32, True, None, "x", None, True)
     with OpCounter() as counter:
-        trimul.forward(pair, weights, None, None, pair, True, 1e-5, keep)
+        trimul.forward([*trimul.Given(pair, None, None, pair), *weights], True, 1e-5, keep)
     assert counter.peak == passes * pair.nbytes + 4 * 4 * 256
