@@ -22,7 +22,7 @@ from fusion_lab.training import files
 
 files.quiet(__name__)
 
-from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON
+from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON, runs
 from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
 from fusion_lab.training.program import Model, Program
@@ -79,7 +79,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from companions import backbones
-from fusion_lab.kernels.dispatch import runs
 from fusion_lab.kernels.library.custom_gradients import recomputed, stored
 from fusion_lab.kernels.precision import at_least_float32
 from tiny_openfold.proteins.files import UNKNOWN

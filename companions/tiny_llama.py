@@ -23,7 +23,7 @@ from fusion_lab.training import files
 files.quiet(__name__)
 
 from companions.kernels import ULTRA_WIDTHS
-from fusion_lab.kernels.limits import HAS_TRITON
+from fusion_lab.kernels.limits import HAS_TRITON, runs
 from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
 from fusion_lab.training.program import Model, Program
@@ -105,7 +105,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from companions import text, ultra_block
-from fusion_lab.kernels.dispatch import runs
 from fusion_lab.kernels.library.attention_choice import causal_kernel
 from fusion_lab.kernels.library.custom_gradients import recomputed
 from fusion_lab.kernels.library.packing import PackedProjections

@@ -1,4 +1,8 @@
-"""What this project's Triton kernels take. No torch: flags are judged before it is imported."""
+"""What this project's Triton kernels take: fits() says which parts of the Evoformer run in them.
+
+At 256 channels under ultra, say, triangle multiplication and the bias of rows fit, attention between the
+library's projections, and of a transition its two layers. No torch: flags are judged before it is imported.
+"""
 import importlib.util
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -11,7 +15,35 @@ SWITCH = "enable_triton_"
 UNTUNED = f"{SWITCH}adamw"  # has no tile sizes to choose from
 
 
-def takes(switch, width):
+CHANNELS_OF = {  # a part of the Evoformer: channels of a position for which it has kernels
+    "attention sub-layer": LAYER_CHANNELS,  # for other widths "attention", between the library's projections
+    "head bias": CHANNELS,  # LayerNorm and projection, of rows' attention
+    "sides": LAYER_CHANNELS,  # LayerNorm and projections of the outer product
+    "transition": LAYER_CHANNELS,  # from LayerNorm to residual; for other widths "two layers"
+    "two layers": CHANNELS,
+    "triangle multiplication": CHANNELS}
+
+
+def runs(x):
+    """Whether x lies on a GPU, and its products are in 16 bits, in which alone kernels run there. All that
+    the outer product asks for."""
+    from fusion_lab.kernels.precision import HALF, product_dtype
+    return x.is_cuda and HAS_TRITON and product_dtype(x) in HALF
+
+
+def takes(part, channels, heads=1, side=SIDES[0]):
+    """Whether a part has a kernel for so many channels; side: channels of a side of the outer product."""
+    if part == "attention":
+        return channels // heads <= WIDEST_HEAD
+    return channels in CHANNELS_OF[part] and heads <= MOST_HEADS and side in SIDES
+
+
+def fits(part, x, heads=1, side=SIDES[0]):
+    """Whether kernels run this part of the Evoformer for x (..., channels)."""
+    return runs(x) and takes(part, x.shape[-1], heads, side)
+
+
+def switch_takes(switch, width):
     """Whether the kernels of a switch take this width: of a head for attention; any for the outer product's
     layout and for what the compiler gathers; else of a position."""
     if switch in (f"{SWITCH}outer_layout", f"{SWITCH}weight_gradients"):
@@ -19,19 +51,11 @@ def takes(switch, width):
     return width <= WIDEST_HEAD if switch == f"{SWITCH}attention" else width in CHANNELS
 
 
-def takes_layer(channels, heads):
-    """Whether kernels make all projections of an attention sub-layer, those before attention and behind."""
-    return channels in LAYER_CHANNELS and heads <= MOST_HEADS
-
-
-def takes_bias(channels, heads):
-    """Whether LayerNorm and projection of a bias for so many heads have a kernel."""
-    return channels in CHANNELS and heads <= MOST_HEADS
-
-
-def takes_sides(channels, h):
-    """Whether LayerNorm and projections to both sides of an outer product, of h channels, have kernels."""
-    return channels in LAYER_CHANNELS and h in SIDES
+def projections_by_library(**widths):
+    """For the start-up line: whose attention, of {name: (channels, heads)}, keeps the library's projections
+    beside our kernels."""
+    names = [name for name, width in widths.items() if not takes("attention sub-layer", *width)]
+    return f"; {', '.join(names)}: projections by the library" if names else ""
 
 
 def in_words(switch, widths):
@@ -49,7 +73,7 @@ def idle_kernels(fusion, widths, bias, use_amp, on_gpu):
         return dict.fromkeys(names, f"Triton kernels need {needed}")
     if not use_amp:
         return dict.fromkeys(names, "Triton kernels need --use-amp: float32 is more exact without them")
-    idle = [name for name in names if not any(takes(name, width) for width in widths[name])
-            and not (name == f"{SWITCH}attention" and takes_bias(*bias))]
+    idle = [name for name in names if not any(switch_takes(name, width) for width in widths[name])
+            and not (name == f"{SWITCH}attention" and takes("head bias", *bias))]
     return {name: f"{name.removeprefix('enable_').replace('_', '-')} has no kernel for "
             f"{in_words(name, widths[name])}" for name in idle}

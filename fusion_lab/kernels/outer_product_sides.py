@@ -34,7 +34,7 @@ from fusion_lab.kernels.common import (
     store_rows,
     vector,
 )
-from fusion_lab.kernels.limits import takes_sides
+from fusion_lab.kernels.limits import takes
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 
@@ -241,5 +241,5 @@ def sides(x, norm_weight, norm_bias, weight, bias, eps=1e-5):
 def check(weight, channels, h):
     """ValueError for weights that the kernels cannot take: their dtype, so many channels, and of a side."""
     check_dtype(weight, "projections of sides")
-    if not takes_sides(channels, h):
+    if not takes(channels, h):
         raise ValueError(f"no Triton projections of {channels} channels to sides of {h}")

@@ -2,6 +2,7 @@
 import subprocess
 import sys
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
-from fusion_lab.kernels import DROP_IN, dispatch, limits, precision
+from fusion_lab.kernels import DROP_IN, limits, precision
 from fusion_lab.kernels.library import attention_choice
 from tests.support import ROOT
 
@@ -36,11 +37,11 @@ def test_tf32_is_on_where_the_gpu_has_it(monkeypatch):
 def test_widths_that_kernels_take():
     for width in range(1, 300):
         for name in ("triangle", "relu"):
-            assert limits.takes(f"enable_triton_{name}", width) is (width in (16, 32, 64, 128, 256))
-        assert limits.takes_layer(width, 64) is (width in (16, 32, 64, 128))
-        assert limits.takes("enable_triton_attention", width) is (width <= 128)
+            assert limits.switch_takes(f"enable_triton_{name}", width) is (width in (16, 32, 64, 128, 256))
+        assert limits.takes("attention sub-layer", width, 64) is (width in (16, 32, 64, 128))
+        assert limits.switch_takes("enable_triton_attention", width) is (width <= 128)
         for name in ("outer_layout", "weight_gradients"):
-            assert limits.takes(f"enable_triton_{name}", width)
+            assert limits.switch_takes(f"enable_triton_{name}", width)
 
 
 def test_amds_architecture_goes_without_its_features(monkeypatch):
@@ -124,20 +125,22 @@ def there(*shape, gpu=True, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("ask, fits, does_not", [
-    (dispatch.runs, [(7,)], []), (dispatch.fits, [(7, 64), (7, 256)], [(64, 7), (64, 512)]),
-    (lambda x: dispatch.takes_attention(x, 4), [(7, 512)], [(512, 520)]),
-    (lambda x: dispatch.takes_attention_layer(x, 4), [(7, 128)], [(128, 7), (128, 256)]),
-    (lambda x: dispatch.takes_attention_layer(x, 64), [(7, 64)], []),
-    (lambda x: dispatch.takes_attention_layer(x, 65), [], [(7, 64)]),
-    (lambda x: dispatch.takes_head_bias(x, 64), [(7, 256)], [(256, 7)]),
-    (lambda x: dispatch.takes_head_bias(x, 65), [], [(7, 64)]),
-    (lambda x: dispatch.takes_outer_sides(x, 32), [(7, 16), (7, 128)], [(16, 7), (7, 256)]),
-    (lambda x: dispatch.takes_outer_sides(x, 8), [], [(7, 64)]),
-    (lambda x: dispatch.takes_outer_sides(x, 64), [], [(7, 64)])])
+    (limits.runs, [(7,)], []),
+    *[(partial(limits.fits, part), [(7, 64), (7, 256)], [(64, 7), (64, 512)])
+      for part in ("two layers", "triangle multiplication", "head bias")],
+    (partial(limits.fits, "transition"), [(7, 128)], [(128, 7), (7, 256)]),
+    (partial(limits.fits, "attention", heads=4), [(7, 512)], [(512, 520)]),
+    (partial(limits.fits, "attention sub-layer", heads=4), [(7, 128)], [(128, 7), (128, 256)]),
+    (partial(limits.fits, "attention sub-layer", heads=64), [(7, 64)], []),
+    (partial(limits.fits, "attention sub-layer", heads=65), [], [(7, 64)]),
+    (partial(limits.fits, "head bias", heads=64), [(7, 256)], [(256, 7)]),
+    (partial(limits.fits, "head bias", heads=65), [], [(7, 64)]),
+    (partial(limits.fits, "sides", side=32), [(7, 16), (7, 128)], [(16, 7), (7, 256)]),
+    (partial(limits.fits, "sides", side=8), [], [(7, 64)]),
+    (partial(limits.fits, "sides", side=64), [], [(7, 64)])])
 def test_which_sub_layers_are_given_to_kernels(ask, fits, does_not, monkeypatch):
     for triton_is_there in (True, False):
-        for module in (attention_choice, dispatch):
-            monkeypatch.setattr(module, "HAS_TRITON", triton_is_there)
+        monkeypatch.setattr(limits, "HAS_TRITON", triton_is_there)
         assert all(ask(there(2, 3, *shape)) == triton_is_there for shape in fits)
         assert not any(ask(there(2, 3, *shape)) for shape in does_not)
         for other in (dict(gpu=False), dict(dtype=torch.float32)):
@@ -147,14 +150,14 @@ def test_which_sub_layers_are_given_to_kernels(ask, fits, does_not, monkeypatch)
 def test_autocast_says_in_which_precision_a_kernel_runs(monkeypatch):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
     monkeypatch.setattr(torch, "get_autocast_dtype", {"cuda": torch.float16}.get)
-    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
-    assert dispatch.fits(there(2, 128, dtype=torch.float32))
+    monkeypatch.setattr(limits, "HAS_TRITON", True)
+    assert limits.fits("two layers", there(2, 128, dtype=torch.float32))
 
 
 def test_which_projections_stay_with_the_library():
     parts = dict(MSA=(64, 4), pair=(256, 4), table=(64, 65))
-    assert dispatch.projections_by_library(**parts) == "; pair, table: projections by the library"
-    assert dispatch.projections_by_library(MSA=(64, 4)) == ""
+    assert limits.projections_by_library(**parts) == "; pair, table: projections by the library"
+    assert limits.projections_by_library(MSA=(64, 4)) == ""
 
 
 def test_a_path_without_kernels_is_said_once_for_each_kind_of_input(monkeypatch):

@@ -6,7 +6,7 @@ import torch
 from torch._inductor import lowering
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import dispatch
+from fusion_lab.kernels import limits
 from fusion_lab.kernels.common import NAMESPACE
 from fusion_lab.kernels.reductions import compile_pass
 from fusion_lab.measuring import accuracy
@@ -18,8 +18,7 @@ pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
 
 def test_a_compiled_block_keeps_as_little_and_knows_its_operations(monkeypatch):
     """The compiler may not move what is made again into the forward pass, where it would be kept."""
-    monkeypatch.setattr(dispatch, "runs", lambda x: True)
-    monkeypatch.setattr(dispatch, "takes_attention", lambda x, heads: True)
+    monkeypatch.setattr(limits, "runs", lambda x: True)
     config = tof.TinyOpenFoldConfig(msa_dim=16, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=8)
     given, known, results, kept = [t.bfloat16() for t in check_model.tensors()], set(), [], []
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import dispatch
+from fusion_lab.kernels import limits
 from fusion_lab.measuring import accuracy
 from tests.kernels.rule import violations
 
@@ -20,8 +20,7 @@ PACKINGS = dict(none=dict(enable_qkv_fusion_msa=False, enable_qkv_fusion_triangl
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(dispatch, "runs", lambda x: True)
-    monkeypatch.setattr(dispatch, "takes_attention", lambda x, heads: True)
+    monkeypatch.setattr(limits, "runs", lambda x: True)
 
 
 def run(block):
@@ -60,7 +59,9 @@ def tensors():
 def test_a_block_is_what_it_is_without_kernels(packing, h, wraps, monkeypatch):
     """The outer product from sides with a kernel (h 16) or without; transitions round library products or,
     of many channels, their layers."""
-    monkeypatch.setattr(dispatch, "takes_transition", lambda x: wraps)
+    fits = limits.fits
+    monkeypatch.setattr(limits, "fits", lambda part, *given, **named: (
+        (wraps or part != "transition") and fits(part, *given, **named)))
     ours, plain = blocks(packing, h)
     assert not wraps or all(layer.takes(tensors()[1]) for layer in ours.children())
     assert not violations(run(ours.eval()), run(plain.eval()), tensors())

@@ -25,7 +25,8 @@ def test_what_is_compiled(seq_len, combos, monkeypatch):
     config = dataclasses.replace(SMALL, seq_len=seq_len, num_blocks=2)
     model = tof.TinyOpenFoldV2(config, tof.FusionConfig())
     assert calls == [] and model.gpu_ends == (model.embed, model.heads) and len(model.sublayers()) == 18
-    monkeypatch.setattr(tof.fast_evoformer.dispatch, "gathered_gradients", lambda which: dict(gathers=which))
+    monkeypatch.setattr(tof.fast_evoformer, "compiler_options",
+                        lambda fusion: dict(gathers=fusion.enable_triton_weight_gradients))
     fusion = tof.FusionConfig(enable_torch_compile=True, enable_triton_weight_gradients=combos,
                               torch_compile_mode="reduce-overhead")
     model = tof.TinyOpenFoldV2(config, fusion)

@@ -1,12 +1,13 @@
 """Twins of the Evoformer's layers: where they stand, and that plain code runs where no kernel does. What
 kernels compute in a whole block is tested in tests/kernels/test_whole_block.py."""
 import dataclasses
+import importlib
 
 import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import dispatch
+from fusion_lab.kernels import limits
 from tiny_openfold.proteins import fast_evoformer
 from tiny_openfold.proteins.fast_evoformer import Plan
 
@@ -18,6 +19,12 @@ ALL_TRITON = tof.FusionConfig(**{f"enable_triton_{name}": True for name in (
 
 def block_of(fusion=ALL_TRITON, dropout=0.0):
     return tof.FusedEvoformerBlock(dataclasses.replace(SMALL, dropout=dropout), fusion)
+
+
+def imported(name):
+    """A module of kernels."""
+    pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
+    return importlib.import_module(f"fusion_lab.kernels.{name}")
 
 
 def inputs():
@@ -86,7 +93,7 @@ def test_kernels_take_over_where_reassociating_draws_level(samples, rows, residu
     layer = block_of(tof.FusionConfig(enable_triton_outer_layout=True)).outer_product_mean
     sides = torch.empty(samples, rows, residues, 2)
     for runs, expected in ((True, ours), (False, plain)):
-        monkeypatch.setattr(dispatch, "runs", lambda x, runs=runs: runs)
+        monkeypatch.setattr(limits, "runs", lambda x, runs=runs: runs)
         assert layer.weight_first(sides) is expected
 
 
@@ -96,11 +103,11 @@ def test_dropout_goes_to_kernels_as_factors(monkeypatch):
 
     def kernel(at):
         return lambda *given: drops.append(given[at + 1]) or given[at]  # the residual stands at this place
-    for name, at in dict(attention_layer=10, triangle_multiplication=9).items():
-        monkeypatch.setattr(dispatch, name, kernel(at))
-    for name in ("fits", "takes_attention_layer"):
-        monkeypatch.setattr(dispatch, name, lambda *given: True)
-    monkeypatch.setattr(dispatch, "two_layers", lambda x, *_: x)
+    for name, function, at in (("attention.layer", "attention_layer", 7),
+                               ("triangle_multiplication.operator", "triangle_multiplication", 5)):
+        monkeypatch.setattr(imported(name), function, kernel(at))
+    parts = "attention sub-layer", "triangle multiplication"
+    monkeypatch.setattr(limits, "fits", lambda part, x, heads=1, side=1: part in parts)
     block = block_of(dropout=0.5)
     block(*inputs())
     assert [None if drop is None else (*drop.shape,) for drop in drops] == [
@@ -120,8 +127,8 @@ def test_attention_between_the_library_s_projections(wide, monkeypatch):
         q, k, v = (x.unflatten(-1, (heads, -1)).movedim(3, 1).transpose(2, 4 - axis) for x in (q, k, v))
         scores = q @ k.mT / q.shape[-1] ** 0.5 + bias[:, :, None] + (mask[:, None, None, None] - 1) * 1e9
         return (scores.softmax(-1) @ v).transpose(2, 4 - axis).movedim(1, 3).flatten(3) * gate.sigmoid()
-    monkeypatch.setattr(dispatch, "takes_attention", lambda x, heads: x.shape[-1] == 12)
-    monkeypatch.setattr(dispatch, "gated_attention", attention)
+    monkeypatch.setattr(limits, "fits", lambda part, x, heads: part == "attention" and x.shape[-1] == 12)
+    monkeypatch.setattr(imported("attention.operator"), "gated_attention", attention)
     pair, keys = torch.randn(2, 7, 7, 12), torch.ones(2, 7)
     keys[1, 5:] = 0
     switches = dict(enable_projection_fusion=wide)

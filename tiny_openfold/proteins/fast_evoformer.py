@@ -13,7 +13,7 @@ model's.
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from fusion_lab.kernels import dispatch
+from fusion_lab.kernels import limits
 from fusion_lab.kernels.library.custom_gradients import recomputed
 
 
@@ -77,21 +77,26 @@ class AttentionTwin(SubLayerTwin):
     """Of rows, columns and triangles: the sub-layer from LayerNorm to residual in kernels."""
 
     def takes(self, x):
-        return self.plan.attention and dispatch.takes_attention_layer(x, self.heads)
+        return self.plan.attention and limits.fits("attention sub-layer", x, self.heads)
 
     def layer(self, x, axis, key_mask, drop, bias=None, bias_proj=None):
         """x + the whole sub-layer in kernels. The bias (B, H, L, L) is given, or projected by bias_proj."""
-        weight, gate_bias = self.packed(*self.QKV, "gate_proj")
-        return dispatch.attention_layer(x, self.layer_norm, weight, gate_bias, self.o_proj, self.heads, axis,
-                                        bias, bias_proj, key_mask, x, drop, self.plan.recompute)
+        from fusion_lab.kernels.attention import layer
+        norm, output = self.layer_norm, self.o_proj
+        weights = layer.Weights(
+            norm.weight, norm.bias, *self.packed(*self.QKV, "gate_proj"), output.weight, output.bias,
+            None if bias_proj is None else bias_proj.weight)
+        return layer.attention_layer(x, weights, self.heads, axis, bias, key_mask, norm.eps, x, drop,
+                                     self.plan.recompute)
 
     def attention(self, x, axis, key_mask=None, bias=None):
         """The plain one; where only its heads fit, our kernel between the library's projections."""
-        if not (self.plan.attention and dispatch.takes_attention(x, self.heads)):
+        if not (self.plan.attention and limits.fits("attention", x, self.heads)):
             return super().attention(x, axis, key_mask, bias)
+        from fusion_lab.kernels.attention.operator import gated_attention
         wide = getattr(self, "qkv_gate_proj", None)  # its result lacks the gate's bias: the kernel adds that
         projected, gate_bias = ([wide(x)], wide.bias) if wide else (self.project(x), None)
-        return self.o_proj(dispatch.gated_attention(projected, self.heads, axis, bias, key_mask, gate_bias))
+        return self.o_proj(gated_attention(projected, self.heads, axis, bias, key_mask, gate_bias))
 
 
 class RowAttentionTwin(AttentionTwin):
@@ -106,8 +111,10 @@ class RowAttentionTwin(AttentionTwin):
         return new if onto is None else (new, pair)
 
     def bias_and_pair(self, pair):
-        if self.plan.attention and dispatch.takes_head_bias(pair, self.heads):
-            return dispatch.head_bias(self.pair_bias_proj, pair, self.pair_norm)
+        if self.plan.attention and limits.fits("head bias", pair, self.heads):
+            from fusion_lab.kernels.projections import head_bias
+            norm = self.pair_norm
+            return head_bias(pair, norm.weight, norm.bias, self.pair_bias_proj.weight, norm.eps)
         return self.bias(pair), pair
 
     def by_kernel(self, msa, bias, seq_mask=None, drop=None):
@@ -130,15 +137,20 @@ class TriangleAttentionTwin(AttentionTwin):
 
 class TransitionTwin(SubLayerTwin):
     def takes(self, x):
-        return self.plan.transition and dispatch.takes_transition(x)
+        return self.plan.transition and limits.fits("transition", x)
 
     def by_kernel(self, x, drop=None):  # transitions have no dropout
-        return dispatch.transition_layer(x, self.layer_norm, self.linear1, self.linear2, self.plan.recompute)
+        from fusion_lab.kernels import transition
+        norm, first, second = self.layer_norm, self.linear1, self.linear2
+        return transition.layer(x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
+                                second.bias, norm.eps, self.plan.recompute)
 
     def two_layers(self, x):
         """The plain ones; 256 channels, too wide for a whole layer, have the ReLU's gradient in a kernel."""
-        if self.plan.transition and dispatch.fits(x):
-            return dispatch.two_layers(x, self.linear1, self.linear2)
+        if self.plan.transition and limits.fits("two layers", x):
+            from fusion_lab.kernels.transition import two_layers
+            return two_layers(x, self.linear1.weight, self.linear1.bias, self.linear2.weight,
+                              self.linear2.bias)
         return super().two_layers(x)
 
 
@@ -146,11 +158,11 @@ class OuterProductMeanTwin(SubLayerTwin):
     """Also hands on the MSA, as RowAttentionTwin does pair."""
 
     def takes(self, msa):
-        return self.plan.outer_product_mean and dispatch.runs(msa) and not self.weight_first(msa)
+        return self.plan.outer_product_mean and limits.runs(msa) and not self.weight_first(msa)
 
     def weight_first(self, sides):
         """With kernels only B, N and S of sides count, which are the msa's: so takes() can ask."""
-        if self.plan.outer_product_mean and dispatch.runs(sides):
+        if self.plan.outer_product_mean and limits.runs(sides):
             return self.fusion.weight_first(*sides.shape[:3], tie=False)
         return super().weight_first(sides)
 
@@ -163,12 +175,16 @@ class OuterProductMeanTwin(SubLayerTwin):
 
     def by_kernel(self, msa, row_mask, onto):
         """(onto + update, msa)"""
-        if dispatch.takes_outer_sides(msa, self.widths["left_proj"]):
-            left, right, msa = dispatch.sides(msa, self.layer_norm, *self.packed(*self.SIDES))
+        from fusion_lab.kernels import outer_product, outer_product_sides
+        norm, output = self.layer_norm, self.output_proj
+        if limits.fits("sides", msa, side=self.widths["left_proj"]):
+            left, right, msa = outer_product_sides.sides(msa, norm.weight, norm.bias,
+                                                         *self.packed(*self.SIDES), norm.eps)
         else:
             left, right = self.project(self.layer_norm(msa))
         left, rows = self.present(left, row_mask)
-        product = partial(dispatch.outer_first, left, right, self.output_proj, self.plan.recompute)
+        product = partial(outer_product.outer_first, left, right, output.weight, output.bias,
+                          recompute=self.plan.recompute)
         if row_mask is None:  # one divisor for all: the kernel divides, and adds
             return product(1 / (rows + 1e-3), onto), msa
         update = product()
@@ -182,12 +198,16 @@ class OuterProductMeanTwin(SubLayerTwin):
 
 class TriangleMultiplicationTwin(SubLayerTwin):
     def takes(self, pair):
-        return self.plan.triangle_multiplication and dispatch.fits(pair)
+        return self.plan.triangle_multiplication and limits.fits("triangle multiplication", pair)
 
     def by_kernel(self, pair, seq_mask=None, drop=None):
-        return dispatch.triangle_multiplication(
-            pair, self.layer_norm, *self.packed(*self.SIDES, *self.GATES), self.center_norm, self.output_proj,
-            self.output_gate, seq_mask, self.outgoing, pair, drop, self.plan.recompute)
+        from fusion_lab.kernels.triangle_multiplication import operator as kernels
+        norm, center, output, gate = self.layer_norm, self.center_norm, self.output_proj, self.output_gate
+        weights = kernels.Weights(
+            norm.weight, norm.bias, *self.packed(*self.SIDES, *self.GATES), center.weight, center.bias,
+            output.weight, output.bias, gate.weight, gate.bias)
+        return kernels.triangle_multiplication(pair, weights, seq_mask, self.outgoing, norm.eps, pair, drop,
+                                               self.plan.recompute)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -241,5 +261,9 @@ def keep_the_last(block):
 
 
 def compiler_options(fusion):
-    """For torch.compile: whether it gathers the small gradients of a block."""
-    return dispatch.gathered_gradients(fusion.enable_triton_weight_gradients)
+    """For torch.compile: it then knows our operators and, if fusion asks for that, makes small gradients and
+    sums in few launches (reductions/compile_pass.py). {} without Triton."""
+    if not limits.HAS_TRITON:
+        return {}
+    from fusion_lab.kernels.reductions.compile_pass import GatheredGradients
+    return dict(post_grad_custom_post_pass=GatheredGradients(fusion.enable_triton_weight_gradients))

@@ -1,7 +1,7 @@
 """What the lab asks of the Evoformer beside its numbers."""
 import torch
 
-from fusion_lab.kernels import dispatch
+from fusion_lab.kernels import limits
 from fusion_lab.kernels.library import attention_choice
 from fusion_lab.training.files import counted
 from fusion_lab.training.program import Model
@@ -64,6 +64,6 @@ class Evoformer(Model):
             pair=(c.seq_len, c.pair_dim // c.pair_heads, True), rows=(c.seq_len, msa_width, True),
             columns=(c.num_seqs, msa_width, False))
         if "triton" in kernels:
-            kernels += dispatch.projections_by_library(MSA=(c.msa_dim, c.msa_heads),
-                                                       pair=(c.pair_dim, c.pair_heads))
+            kernels += limits.projections_by_library(MSA=(c.msa_dim, c.msa_heads),
+                                                     pair=(c.pair_dim, c.pair_heads))
         return kernels

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusion_lab.kernels import dispatch
-from fusion_lab.kernels.limits import CHANNELS, WIDEST_HEAD, takes_layer
+from fusion_lab.kernels import limits
 from fusion_lab.kernels.precision import product_dtype
 
 WHOLE_FROM = 640  # residues from which the GPU's time counts and not the host's, so that all of an attention
@@ -87,13 +86,13 @@ class Attention(NamedTuple):
     starting: bool
 
     def update(self, x, mask):
-        require(dispatch.runs(x), "no GPU, no Triton or no 16-bit products")
+        require(limits.runs(x), "no GPU, no Triton or no 16-bit products")
         require(self.gate is not None, "attention without a gate")
         projections = self.q, self.k, self.v, self.gate
         require_linear([self.head, *projections, self.output])
         require(self.head.bias is None, "a bias on the projection to heads")
         width = len(self.q.weight) // self.heads
-        require(width <= WIDEST_HEAD, f"heads of {width} channels")
+        require(width <= limits.WIDEST_HEAD, f"heads of {width} channels")
         pair, key_mask = as_pairs(x, mask)
         axis = 2 if self.starting else 1
         turned = x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
@@ -102,7 +101,7 @@ class Attention(NamedTuple):
             key_mask = None if key_mask is None else key_mask.mT
         if axis == 1 and key_mask is not None:
             key_mask = key_mask.mT  # (B, rows, keys)
-        whole = (waits_for_gpu(x) and takes_layer(x.shape[-1], self.heads)
+        whole = (waits_for_gpu(x) and limits.takes("attention sub-layer", x.shape[-1], self.heads)
                  and len(self.q.weight) == x.shape[-1]
                  and all(linear.bias is None for linear in projections[:3]))
         out = (self.whole_layer if whole else self.core)(pair, key_mask, axis)
@@ -144,9 +143,9 @@ class Multiplication(NamedTuple):
 
     def update(self, x, mask):
         c, inner = x.shape[-1], [*self.values, *self.gates]
-        require(dispatch.runs(x), "no GPU, no Triton or no 16-bit products")
+        require(limits.runs(x), "no GPU, no Triton or no 16-bit products")
         require(product_dtype(x) != torch.float16, "float16, in which sums over residues may overflow")
-        require(c in CHANNELS, f"{c} channels")
+        require(c in limits.CHANNELS, f"{c} channels")
         require_linear([*inner, self.output, self.output_gate])
         require(sum(len(linear.weight) for linear in inner) == 4 * c, f"another inner width than {c}")
         pair, mask = as_pairs(x, mask)

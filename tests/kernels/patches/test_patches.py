@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from fusion_lab.kernels import dispatch
+from fusion_lab.kernels import limits
 from fusion_lab.kernels.attention import layer as attention_layer
 from fusion_lab.kernels.attention import operator as attention
 from fusion_lab.kernels.patches import patch, triangle
@@ -48,7 +48,7 @@ CALLS = {  # how a block calls it
 @pytest.fixture
 def on_gpu(monkeypatch):
     """As if tensors lay on a GPU."""
-    monkeypatch.setattr(dispatch, "runs", lambda x: True)
+    monkeypatch.setattr(limits, "runs", lambda x: True)
 
 
 def layer_of(name, dtype=torch.float32):

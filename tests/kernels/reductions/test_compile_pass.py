@@ -7,14 +7,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import dispatch
+from fusion_lab.kernels import limits
 from fusion_lab.kernels.reductions import compile_pass, sums
 from fusion_lab.measuring import accuracy
 from tests.kernels import test_whole_block as check_model
+from tiny_openfold.proteins.fast_evoformer import compiler_options
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
 
 aten = torch.ops.aten
+GATHERS = tof.FusionConfig(enable_triton_weight_gradients=True)
 
 
 KINDS = dict(products=(aten.mm.default, compile_pass.weight_gradients.OP), sums=(sums.OP, sums.GATHERED_OP))
@@ -59,7 +61,7 @@ def compiled(function, monkeypatch):
     """torch.compile as the model calls it, but for a CPU."""
     monkeypatch.setattr(compile_pass, "GatheredGradients", lambda gathers: Watched(gathers, "cpu"))
     Watched.graphs.clear()
-    options = dispatch.gathered_gradients(True)
+    options = compiler_options(GATHERS)
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
@@ -151,8 +153,7 @@ def test_long_sums_come_first():
 
 def test_a_block_with_kernels(monkeypatch):
     """Also under activation checkpointing, beside compiled code that gathers nothing."""
-    monkeypatch.setattr(dispatch, "runs", lambda x: True)
-    monkeypatch.setattr(dispatch, "takes_attention", lambda x, heads: True)
+    monkeypatch.setattr(limits, "runs", lambda x: True)
     torch.manual_seed(0)
     config = tof.TinyOpenFoldConfig(msa_dim=16, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=8)
     block = tof.FusedEvoformerBlock(config, tof.FusionConfig.ultra())
@@ -173,7 +174,7 @@ def test_a_block_with_kernels(monkeypatch):
 
 def test_models_share_compiled_code_also_in_the_compilers_cache():
     """The compiler compares options: another one's would be another graph, and after eight it gives up."""
-    assert dispatch.gathered_gradients(True) == dispatch.gathered_gradients(True) != {}
+    assert compiler_options(GATHERS) == compiler_options(GATHERS) != {}
     passes = [compile_pass.GatheredGradients(*how) for how in (
         (True, "cpu"), (True, "cpu"), (True,), (False, "cpu"))]
     for kinds in (passes, [each.uuid() for each in passes]):
