@@ -284,8 +284,8 @@ class Attention(Sizes, Call):
                                   out_strides=strides(as_rows(out, heads, axis))),
                      (self.R, self.H, self.L, self.D), summed=summed)
         else:
-            output_backward.launch(gradient, weight, drop, out, gate, gate_bias, do, dgate, delta, du,
-                                   out_bias_sums, gate_bias_sums, axis)
+            written = output_backward.Results(do, dgate, delta, du, out_bias_sums, gate_bias_sums)
+            output_backward.launch(gradient, weight, drop, out, gate, gate_bias, written, axis)
         of_scores = OfScores(
             qkv, bias, bias_transposed, (key_bias, do, lse, delta), dq, dk, dv,
             lambda: dict(out_strides=strides(as_rows(out, heads, axis)), dq_strides=strides(dq)))

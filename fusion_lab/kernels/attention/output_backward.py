@@ -9,8 +9,11 @@ out, gate, do, dgate (B, X, Y, c), gate and dgate as slices of wider tensors; W 
 Neither o nor dout is ever written. The kernels of attention then read do and delta alone. Computed in there,
 gates were a quarter of the instructions of the gradient of q at 256 keys (counted).
 """
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fusion_lab.kernels import projections, tuner
 from fusion_lab.kernels.common import (
@@ -123,13 +126,21 @@ def programs(positions, channels, dtype):
     return triton.cdiv(positions, tuner.chosen(*looked_up(positions, channels, dtype))["BM"])
 
 
-def launch(dupdate, weight, drop, out, gate, gate_bias, do, dgate, delta, du, bias_sums, gate_bias_sums,
-           axis):
-    """Fill do, dgate, delta, du (with drop), and the partial sums (n, c) of the gradients of both biases.
+class Results(NamedTuple):
+    """What the kernel writes: do like out, dgate like gate; du with drop; partial sums of both biases."""
+    do: Tensor
+    dgate: Tensor
+    delta: Tensor  # (B, R, H, L)
+    du: Tensor
+    bias_sums: Tensor  # (n, c)
+    gate_bias_sums: Tensor  # (n, H, D)
 
-    out and do are contiguous; gate and dgate views (B, R, H, L, D) of tensors (B, X, Y, wide).
-    """
+
+def launch(dupdate, weight, drop, out, gate, gate_bias, results, axis):
+    """Fill the results. out and do are contiguous; gate and dgate views (B, R, H, L, D) of tensors (B, X, Y,
+    wide)."""
     projections.check(weight, len(weight))
+    do, dgate, delta, du, bias_sums, gate_bias_sums = results
     positions, (X, Y), C = dupdate.numel() // len(weight), dupdate.shape[1:3], len(weight)
     sample, x, head, y = delta.stride()
     if axis == 1:  # rows of attention are along Y then
