@@ -35,9 +35,9 @@ LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, seq_len=48),  # f
           "companions/tiny_llama.py": dict(hidden_size=512, intermediate_size=1024, num_layers=8, seq_len=64)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
-FLOORS = ("fusion_lab.commands", "fusion_lab.training.files", "fusion_lab.kernels.limits",
-          "fusion_lab.training.options", "fusion_lab.training.program", "fusion_lab.measuring.variants",
-          "fusion_lab.kernels", "fusion_lab.training", "fusion_lab.measuring", "tiny_openfold",
+FLOORS = ("fusion_lab.commands", "fusion_lab.training.files", "fusion_lab.kernels.precision",
+          "fusion_lab.kernels.limits", "fusion_lab.training.options", "fusion_lab.training.program",
+          "fusion_lab.measuring.variants", "fusion_lab.kernels", "fusion_lab.training", "fusion_lab.measuring", "tiny_openfold",
           "tiny_openfold_v2", "companions", "fusion_lab.study", "fusion_lab.profiler",
           "run_pytorch_profiler", "benchmarks")
 PACKAGES = ("fusion_lab", "tiny_openfold", "companions", "benchmarks")
@@ -114,8 +114,9 @@ def test_kernels_need_torch_and_triton_alone():
 
 
 def test_functions_files_and_signatures_stay_small():
-    """What travels together is one named thing; kernels take their operands one by one."""
-    large = []
+    """What travels together is one named thing; kernels take their operands one by one, and one function is
+    called as cuEquivariance's."""
+    large, free = [], {"triangle_multiplicative_update"}
     for file, tree in sources(*PACKAGES, "tests"):
         length = file.read_text(encoding="utf-8").count("\n")
         limit = 700 if ROOT / "tests" in file.parents else 850 if file.name == "tiny_openfold_v2.py" else 500
@@ -123,7 +124,9 @@ def test_functions_files_and_signatures_stay_small():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 lines, given = node.end_lineno - node.lineno, len(node.args.posonlyargs + node.args.args)
-                if lines >= 60 or given > 10 and "kernels" not in file.parts:
+                ours = ROOT / "fusion_lab" in file.parents and node.name not in free and not any(
+                    "jit" in ast.unparse(each) for each in node.decorator_list)
+                if lines >= 60 or given > 10 and (ours or "kernels" not in file.parts):
                     large.append(f"{file.relative_to(ROOT)}: {node.name}, {lines} lines, {given} arguments")
     assert large == []
 
