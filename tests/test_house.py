@@ -37,9 +37,9 @@ LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, seq_len=48),  # f
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
 FLOORS = ("fusion_lab.commands", "fusion_lab.training.files", "fusion_lab.kernels.precision",
           "fusion_lab.kernels.limits", "fusion_lab.training.options", "fusion_lab.training.program",
-          "fusion_lab.measuring.variants", "fusion_lab.kernels", "fusion_lab.training", "fusion_lab.measuring", "tiny_openfold",
-          "tiny_openfold_v2", "companions", "fusion_lab.study", "fusion_lab.profiler",
-          "run_pytorch_profiler", "benchmarks")
+          "fusion_lab.measuring.variants", "fusion_lab.kernels", "fusion_lab.training",
+          "fusion_lab.measuring", "tiny_openfold", "tiny_openfold_v2", "companions", "fusion_lab.study",
+          "fusion_lab.profiler", "run_pytorch_profiler", "benchmarks")
 PACKAGES = ("fusion_lab", "tiny_openfold", "companions", "benchmarks")
 STANDARD_LIBRARY_ONLY = ("fusion_lab.rocm",)  # beside what needs no torch of the floors below
 
