@@ -241,5 +241,5 @@ def sides(x, norm_weight, norm_bias, weight, bias, eps=1e-5):
 def check(weight, channels, h):
     """ValueError for weights that the kernels cannot take: their dtype, so many channels, and of a side."""
     check_dtype(weight, "projections of sides")
-    if not takes(channels, h):
+    if not takes("sides", channels, side=h):
         raise ValueError(f"no Triton projections of {channels} channels to sides of {h}")
