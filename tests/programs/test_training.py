@@ -161,7 +161,8 @@ def test_missing_optional_package_is_exit_code_3(package, flags, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.a3m").write_text(">q\nACDEF\n")
     (tmp_path / "x.pdb").write_text("END\n")
-    monkeypatch.setitem(sys.modules, package, None)
+    for name in {package, *(name for name in sys.modules if name.startswith(f"{package}."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     assert train(tmp_path, *flags) == 3
     error = capsys.readouterr().err
     assert f"pip install {package}" in error and error.count("\n") == 1
