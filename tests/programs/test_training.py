@@ -165,7 +165,7 @@ def test_missing_optional_package_is_exit_code_3(package, flags, tmp_path, monke
         monkeypatch.setitem(sys.modules, name, None)
     assert train(tmp_path, *flags) == 3
     error = capsys.readouterr().err
-    assert f"pip install {package}" in error and error.count("\n") == 1
+    assert "pip install" in error and package in error and error.count("\n") == 1
 
 
 def test_compare_with_an_earlier_summary(tmp_path, capsys):
