@@ -101,8 +101,9 @@ def free_memory(device):
         return torch.cuda.mem_get_info(device)[0]
     found = first_line("/proc/meminfo", "MemAvailable")
     free = [1024 * int(found.split()[0])] if found else []
-    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max", encoding="utf-8") as file:
-        free.append(int(file.read()))  # all that a container may take; "max" where there is no limit
+    with contextlib.suppress(OSError, ValueError):
+        with open("/sys/fs/cgroup/memory.max", encoding="utf-8") as file:
+            free.append(int(file.read()))  # all that a container may take; "max" where there is no limit
     return min(free, default=None)
 
 
