@@ -88,10 +88,10 @@ class FusionConfig(TritonSwitches):
                                    choices=("auto", "math", "sdpa", "flex"))
 
     def weight_first(self, samples, rows, residues, tie=True):
-        """Whether the outer product mean multiplies by its weight before it sums over rows. With 4 N <= S the
-        tensor in the middle is no larger than (S, S, h * h) for c_z up to 4 h; tie is the answer at 4 N = S,
-        where our kernel for the other order draws level.
-        The loop over samples costs launches, which several small proteins do not win back."""
+        """Whether the outer product mean multiplies by its weight before it sums over rows. That pays where
+        rows are few: with 4 N <= S its largest tensor, (h, N, S, c_z), is no larger than the other order's,
+        (S, S, h * h), for c_z up to 4 h; at 4 N = S, where our kernel is as fast, tie decides. It loops over
+        samples, and for several small proteins the launches cost more than it saves."""
         few = 4 * rows < residues or tie and 4 * rows == residues
         return self.enable_opm_fusion and few and (samples == 1 or residues >= 128)
 
@@ -139,7 +139,7 @@ from tiny_openfold.proteins import batches as proteins
 from tiny_openfold.proteins import coevolution, contacts, fast_evoformer, fold_prediction, prediction
 from tiny_openfold.proteins.files import TOKENS
 from tiny_openfold.proteins.orientations import ORIENTATION_WEIGHT, OrientationHead, mean
-from tiny_openfold.proteins.seam import Evoformer
+from tiny_openfold.proteins.seam import EvoformerForLab
 
 # --------------------------------------------------------------------------------------------------------
 # Primitives: a linear layer, and attention, fused and plain side by side
@@ -312,8 +312,8 @@ class OuterProductMean(PackedProjections):
         return self.output_proj(outer.flatten(-2))
 
     def weight_first(self, sides):
-        """FusionConfig's rule for sides (B, N, S, h). With the weight first some N / h of the
-        multiplications remain. They bound float32 on a GPU, so there the order must save half of them."""
+        """FusionConfig's rule for sides (B, N, S, h). This order needs about N / h as many multiplications.
+        They decide the time of float32 on a GPU, so there the order must save at least half of them."""
         bound_by_multiplications = sides.is_cuda and strict_float32(sides.dtype)
         return (self.fusion.weight_first(*sides.shape[:3])
                 and not (bound_by_multiplications and 2 * sides.shape[1] > sides.shape[3]))
@@ -460,7 +460,7 @@ MASKED_MSA_WEIGHT = 0.1
 CONTACT_BINS = int((DISTANCE_BREAKS <= contacts.CONTACT_DISTANCE).sum())  # bins that lie wholly below it
 
 
-class TinyOpenFoldV2(nn.Module, Evoformer):
+class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's questions and computes nothing
     """Input embedding (Alg. 3), Evoformer blocks, distogram and masked-MSA heads (supplement 1.9.8, 1.9.9).
     DISCREPANCY: no templates, no extra MSA stack, no recycling, no structure module."""
     SUBLAYERS = SUBLAYERS
@@ -547,9 +547,9 @@ class TinyOpenFoldV2(nn.Module, Evoformer):
               orientations=None):
         """What forward() returns, from the last block's output."""
         logits = self.distogram_head(pair)  # (B, S, S, 64), a bin each
-        logits = logits + logits.transpose(1, 2)
-        logits = logits.to(at_least_float32(logits.dtype))
-        result, terms = {} if only_loss else self.predictions(msa, pair, logits, coords is None), []
+        logits = (logits + logits.transpose(1, 2)).to(at_least_float32(logits.dtype))
+        result = {} if only_loss else self.predictions(msa, pair, logits, differentiable=coords is None)
+        terms = []  # of the loss, in the order of loss_counts()
         if coords is not None:
             result["distogram_loss"] = self.distogram_loss(logits, coords, coord_mask)
             terms.append(result["distogram_loss"])
@@ -644,8 +644,8 @@ class Trainer:
             with self.preserved():
                 self.graph = GraphedStep(self.eager_step, batch, self.device)
         loss = self.graph(batch)
-        for _ in ("forward", "backward"):
-            mark()
+        mark()  # after forward, which here is the whole step
+        mark()  # after backward
         return loss
 
     def eager_step(self, batch, mark=lambda: None):
@@ -682,7 +682,7 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
     timer = PhaseTimer(trainer.device, PHASES, profiling.enter, profiling.leave)
     steps = range(trainer.step_number, training.num_steps)
     supply = batches(source, steps, trainer.device, world)  # each is made while the step before it runs
-    silent = None if world.first else True  # None: where stderr is no terminal
+    silent = None if world.first else True  # tqdm's None: a bar only where stderr is a terminal
     with tqdm(total=len(steps), disable=silent, unit="step", leave=False) as bar:
         say = partial(bar.write, file=sys.stdout)
         for done in range(steps.start + 1, steps.stop + 1):
@@ -696,7 +696,8 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
             profiling.step()
             bar.update()
 
-            # Is anything due? One process may stop after any step; several stop after one at which all look
+            # Is anything due? A process alone may stop after any step. Several have to stop together, so they
+            # ask each other for signals, but only at steps at which something is due for all of them
             due = {what for what, every in intervals.items() if every and done % every == 0}
             if done == steps.stop:
                 due = {"log", "save"}  # train() evaluates the end
@@ -711,7 +712,7 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
             if "evaluate" in due:
                 with profiling.paused(), unmeasured_memory(trainer.device, findings):
                     evaluate(trainer, source, metrics, stop, say)
-            ending = world.signal(stop) or out_of_patience(trainer)
+            ending = world.agreed_signal(stop) or out_of_patience(trainer)
             if training.save_checkpoint and ("save" in due or ending):
                 save(trainer, training.save_checkpoint)
             if ending:
@@ -734,7 +735,6 @@ def train(program, settings, compare_with=None):
     reporting.describe_start(trainer, source)
 
     with StopRequest(patient=world.size > 1) as stop:  # a signal only asks; whoever can end early does
-        # Train
         findings, metrics = warm_up(trainer, source, stop), Metrics(trainer)
         recorded = settings.profiler if world.first else ProfilerConfig()  # one rank records
         num_steps = training.num_steps - trainer.step_number
@@ -745,7 +745,7 @@ def train(program, settings, compare_with=None):
         result = summary.summarise(trainer, findings, losses, profiling.undisturbed(times))
         path = summary.write(trainer, result)
         evaluate(trainer, source, metrics, stop, print, final=True)
-        signal = world.signal(stop)
+        signal = world.agreed_signal(stop)
         summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
         peak = result["performance_summary"]["peak_memory_mb"]
         analysis = write_analysis(trainer, findings, times, peak, profiling)
@@ -783,9 +783,10 @@ def run(argv=None, program=PROGRAM):
         return program.modes[mode](program, settings)
     if mode == "--compare-fusion":
         return compare_fusion(program, settings, arguments.variants, getattr(arguments, "num_steps", None))
+    settings.claim_directory()
     lab = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
            "--retune": retune.retune}
-    return lab[mode](program, settings.claimed())
+    return lab[mode](program, settings)
 
 
 def main(argv=None, program=PROGRAM):

@@ -126,8 +126,9 @@ def compare_ultra(program, settings):
         raise UserError("--compare-ultra needs a GPU", code=NO_GPU)
     if not HAS_TRITON:
         raise UserError("--compare-ultra needs Triton: pip install triton", code=MISSING)
-    settings, shapes = settings.claimed(), []
+    settings.claim_directory()
     process_settings(settings, device)
+    shapes = []
     for batch_size, length in SHAPES:
         chosen = settings.having(batch_size=batch_size, seq_len=length, use_amp=True, amp_dtype="bfloat16",
                                  enable_master_weights=True)

@@ -146,7 +146,7 @@ def compare_fusion(program, settings, names=None, rounds=None):
     that of the signal that ended it early."""
     device = choose_device(settings.training.device)
     make_variants(settings, names, device.type == "cuda")  # a wrong name moves no earlier results
-    settings = settings.claimed()
+    settings.claim_directory()
     path = os.path.join(settings.profiler.profile_dir, program.result("fusion_comparison"))
     printed = 0
     print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)}", flush=True)

@@ -101,7 +101,7 @@ def warm_up(trainer, source, stop=None):
           f"{'; the first step compiles, which takes a minute or two' if compiling else ''}", flush=True)
     with trainer.preserved():
         for _ in range(steps):
-            if stop and trainer.world.signal(stop):
+            if stop and trainer.world.agreed_signal(stop):
                 break
             started = time.perf_counter()
             trainer.step(batch).item()

@@ -92,7 +92,7 @@ def claim_outputs(trainer, resumed):
     names = [name for name in ("save_checkpoint", "save_best") if getattr(trainer.training, name)]
     earlier = {getattr(trainer.training, name): saved_before(trainer, name) for name in names}
     # Hold: no other run writes there from now on
-    trainer.settings.claimed(resumed)
+    trainer.settings.claim_directory(resumed)
     for path in earlier:
         claim_file(path)
     # Set aside what is no checkpoint of the run that goes on

@@ -53,7 +53,7 @@ class World:
             sums = joined.split([tensor.numel() for tensor in tensors])
             torch._foreach_copy_(tensors, [s.view_as(t) for s, t in zip(sums, tensors, strict=True)])
 
-    def signal(self, stop):
+    def agreed_signal(self, stop):
         """The signal that any rank was sent, or None. Afterwards the StopRequest of each knows of it, so that
         all end after the same step. The host waits for the GPU."""
         if self.size == 1:

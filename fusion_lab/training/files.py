@@ -197,10 +197,10 @@ def quiet(name):
         print("error: the current directory is not there any more; change to another one", file=sys.stderr)
         sys.exit(USAGE)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGINT, end_interrupted)
 
 
-def leave(number, _frame):
+def end_interrupted(number, _frame):
     print("interrupted", file=sys.stderr, flush=True)
     os._exit(128 + number)
 

@@ -137,11 +137,10 @@ class Settings:
         idle = self.fusion.idle(self, on_gpu)
         return [name for name in self.fusion.names() if getattr(self.fusion, name) and name not in idle]
 
-    def claimed(self, resumed=False):
-        """The same, once files.claim() holds its directory."""
+    def claim_directory(self, resumed=False):
+        """Hold --profile-dir for this process, by files.claim(). UserError where another one holds it."""
         path, force = self.profiler.profile_dir, self.profiler.force
         claim(path, path != ProfilerConfig().profile_dir, force, resumed)
-        return self
 
     def as_dict(self):
         """The configs under the names that result files use."""

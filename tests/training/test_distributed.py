@@ -46,7 +46,7 @@ def test_one_alone_asks_nobody(others):
     loss, gradient = torch.tensor(3.0), torch.tensor([1.0, 2.0])
     ALONE.add_up([loss, gradient])
     assert ALONE.weighted(dict(loss=loss, loss_terms=None), ALONE.weight(None, {})) is loss and loss == 3
-    assert gradient.tolist() == [1, 2] and ALONE.signal(SimpleNamespace(signal=15)) == 15
+    assert gradient.tolist() == [1, 2] and ALONE.agreed_signal(SimpleNamespace(signal=15)) == 15
     assert ALONE.from_first(lambda: "made") == "made" and ALONE.first
 
 
@@ -72,7 +72,7 @@ def test_gradients_and_loss_are_one_sum_in_place(others):
 def test_a_signal_to_one_rank_is_one_to_all(others):
     others.extend([0, 15, 0])
     rank, stops = World(0, 2, torch.device("cpu")), [SimpleNamespace(signal=sent) for sent in (None, None, 2)]
-    assert [rank.signal(stop) for stop in stops] == [None, 15, 2] == [stop.signal for stop in stops]
+    assert [rank.agreed_signal(stop) for stop in stops] == [None, 15, 2] == [stop.signal for stop in stops]
 
 
 def test_random_numbers_of_a_rank_s_own():

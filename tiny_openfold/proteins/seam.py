@@ -9,7 +9,7 @@ from tiny_openfold.proteins import costs
 from tiny_openfold.proteins.fast_evoformer import Plan
 
 
-class Evoformer(Model):
+class EvoformerForLab(Model):
     """The methods of a Model beside those that compute, for TinyOpenFoldV2."""
 
     def sublayers(self):
