@@ -60,7 +60,7 @@ class Call:
             return None
         name = kernel.__name__ + kind
         ready = self.bound.get((name, numbers))
-        if ready is not None and not (summed and len(tensors[-1]) != self.programs(ready.grid)):
+        if ready is not None and not (summed and tensors[-1].shape[0] != self.programs(ready.grid)):
             return ready(*tensors)
 
         def launch(config):

@@ -37,7 +37,7 @@ from fusion_lab.kernels.attention import padded_bias as padding
 from fusion_lab.kernels.attention.layout import as_rows, check, strides, views, with_gate
 from fusion_lab.kernels.attention.tile_candidates import CANDIDATES, STORED
 from fusion_lab.kernels.calls import Call
-from fusion_lab.kernels.common import bind, operation, padded_width, products_in_registers
+from fusion_lab.kernels.common import bind, cdiv, operation, padded_width, products_in_registers
 from fusion_lab.kernels.reductions import sums
 
 TUNED_BY_ROWS = ("attention_backward_bias_kernel", "attention_backward")  # their programs pass over rows
@@ -52,7 +52,7 @@ MOST_SCORES = 256 << 20  # bytes of ds of short rows; where it is more they are 
 
 def padded_length(length):
     """LP: a multiple of every tile that the kernels use at this length."""
-    return triton.cdiv(length, 128) * 128 if length > SHORT else max(16, triton.next_power_of_2(length))
+    return cdiv(length, 128) * 128 if length > SHORT else max(16, triton.next_power_of_2(length))
 
 
 @torch.compiler.assume_constant_result
@@ -93,8 +93,8 @@ class Sizes:
         stored: whether from ds, by tiles of 64 queries and all keys. In all these are a quarter of PROGRAMS:
         fewer partial sums to add up.
         """
-        tiles = 4 * triton.cdiv(self.L, 64) if stored else triton.cdiv(self.L, 64) ** 2
-        return triton.cdiv(self.R, triton.cdiv(self.R, max(1, PROGRAMS // (self.B * self.H * tiles))))
+        tiles = 4 * cdiv(self.L, 64) if stored else cdiv(self.L, 64) ** 2
+        return cdiv(self.R, cdiv(self.R, max(1, PROGRAMS // (self.B * self.H * tiles))))
 
     def rounds(self, most):
         """[(first_row, end_row)] of rows whose ds has at most so many bytes."""
@@ -118,8 +118,8 @@ class Sizes:
 
     def grid(self, config):
         """(tiles of queries, heads of all samples, groups of rows)."""
-        return (triton.cdiv(self.L, config["BM"]), self.B * self.H,
-                triton.cdiv(self.R, config.get("RU", 1)))
+        return (cdiv(self.L, config["BM"]), self.B * self.H,
+                cdiv(self.R, config.get("RU", 1)))
 
     def programs(self, grid):
         """How many programs of the gate's kernel store partial sums: those of one head."""
@@ -332,7 +332,7 @@ def short_rows(call, given, bias_sums):
         dscores = bias_sums if in_place else call.new_dscores(given.dq, first_row, end_row)
         call.run(kernels.attention_backward_short_kernel,
                  (*given.qkv, given.bias, *given.saved, given.dq, given.dk, given.dv, dscores),
-                 lambda config, rows=end_row - first_row: (triton.cdiv(rows, config["ROWS"]),
+                 lambda config, rows=end_row - first_row: (cdiv(rows, config["ROWS"]),
                                                            call.B * call.H),
                  lambda: dict(call.strides, **given.strides(), **call.bias_flag, **call.flags, BL=call.LP),
                  (*call.sizes, first_row, end_row))
@@ -345,8 +345,8 @@ def key_gradients(call, given, dscores, first_row, end_row):
     stored = dscores is not None
     call.run(kernels.attention_backward_kv_kernel,
              (*given.qkv, given.bias_transposed, *given.saved, given.dk, given.dv, dscores),
-             lambda config: (triton.cdiv(call.L, config["BN"]), call.B * call.H,
-                             triton.cdiv(end_row - first_row, config["RU"])),
+             lambda config: (cdiv(call.L, config["BN"]), call.B * call.H,
+                             cdiv(end_row - first_row, config["RU"])),
              lambda: dict(call.strides, **given.strides(), **call.bias_flag, **call.flags, STORE=stored),
              (*call.sizes, first_row, end_row), kind=AND_STORES if stored else "")
 
@@ -361,26 +361,26 @@ def recompute_scores(call, given):
 
 def sum_bias(call, given, bias_sums):
     """A partial sum of the bias's gradient for each share of the rows; scores are recomputed."""
-    shares = len(bias_sums)
+    shares = bias_sums.shape[0]
     call.run(kernels.attention_backward_bias_kernel, (*given.qkv, given.bias, *given.saved, bias_sums),
-             lambda config: (triton.cdiv(call.L, config["BM"]) * triton.cdiv(call.L, config["BN"]), shares,
+             lambda config: (cdiv(call.L, config["BM"]) * cdiv(call.L, config["BN"]), shares,
                              call.B * call.H),
              lambda: dict(call.strides, out_strides=given.strides()["out_strides"], **call.flags),
-             (*call.sizes, triton.cdiv(call.R, shares)))
+             (*call.sizes, cdiv(call.R, shares)))
 
 
 def store_dscores(call, given, bias_sums, most):
     """All gradients from stored ds, of which at most so many bytes are there at a time."""
-    shares = len(bias_sums)
+    shares = bias_sums.shape[0]
     for first_row, end_row in call.rounds(most):
         dscores = call.new_dscores(given.dq, first_row, end_row)
         key_gradients(call, given, dscores, first_row, end_row)
         call.run(kernels.attention_backward_scores_kernel, (given.qkv[1], dscores, given.dq, bias_sums),
-                 lambda config: (triton.cdiv(call.L, config["BM"]), shares, call.B * call.H),
+                 lambda config: (cdiv(call.L, config["BM"]), shares, call.B * call.H),
                  lambda: dict(q_strides=call.strides["q_strides"], dq_strides=given.strides()["dq_strides"],
                               LP=call.LP, NO_PADDING=call.L == call.LP and call.D == call.BD),
                  (call.H, call.L, call.D, call.sizes[-1], first_row, end_row,
-                  triton.cdiv(end_row - first_row, shares)))
+                  cdiv(end_row - first_row, shares)))
 
 
 def attention_forward(tensors: list[Tensor | None], heads: int, axis: int, scale: float) -> list[Tensor]:
