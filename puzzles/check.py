@@ -10,7 +10,9 @@ import importlib.util
 import os
 import pathlib
 import sys
+import traceback
 import warnings
+from unittest import mock
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -33,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SMALL, LARGE = 2, 64  # sizes of inputs: to check, and to time
 TOLERANCE = 1e-4  # of the largest element of a result; float32 is off by 1e-6, TF32 by 1e-3
+FIXED = ("inputs", "plain", "answer", "torch", "triton", "tl", "MOST_PRODUCTS")  # of a puzzle
 PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")
 
 
@@ -57,33 +60,52 @@ def puzzle(number):
 
 
 class Counter(TorchDispatchMode):
-    """Counts PyTorch's matrix products."""
-    products = 0
+    """Counts PyTorch's matrix products, and knows where tensors lie."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.products, self.places = 0, []
+        self.note(tensors)
+
+    def note(self, tensors):
+        storages = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
+        self.places += [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.products += str(function).startswith(PRODUCTS)
-        return function(*args, **kwargs or {})
+        result = function(*args, **kwargs or {})
+        self.note(result if isinstance(result, (tuple, list)) else [result])
+        return result
+
+    def require_inside(self, addresses):
+        """IndexError where a kernel leaves all tensors, before it breaks what lies there."""
+        if not sum((start <= addresses) & (addresses < end) for start, end in self.places).all():
+            raise IndexError("a kernel loads or stores outside of all tensors: is a mask missing?")
 
 
 @contextlib.contextmanager
-def counting_memory():
+def counting_memory(counter):
     """Yields {"loaded": elements, "stored": elements} of what the interpreter runs within."""
     from triton.runtime.interpreter import InterpreterBuilder as builder
     load, store, counts = builder.create_masked_load, builder.create_masked_store, dict(loaded=0, stored=0)
 
     def counted_load(self, pointers, mask, *rest):
         counts["loaded"] += int(mask.data.sum())
+        counter.require_inside(pointers.data[mask.data])
         return load(self, pointers, mask, *rest)
 
     def counted_store(self, pointers, value, mask, *rest):
         counts["stored"] += int(mask.data.sum())
+        counter.require_inside(pointers.data[mask.data])
         return store(self, pointers, value, mask, *rest)
 
-    builder.create_masked_load, builder.create_masked_store = counted_load, counted_store
-    try:
+    def refuse(self, *_):
+        raise TypeError("atomics add up in any order: these puzzles do without")
+
+    with (mock.patch.object(builder, "create_masked_load", counted_load),
+          mock.patch.object(builder, "create_masked_store", counted_store),
+          mock.patch.object(builder, "create_atomic_rmw", refuse)):
         yield counts
-    finally:
-        builder.create_masked_load, builder.create_masked_store = load, store
 
 
 def as_tuple(result):
@@ -112,8 +134,9 @@ def run(task):
     device = "cuda" if GPU else "cpu"
     inputs = {name: x.to(device) for name, x in task.inputs(SMALL).items()}
     wanted = as_tuple(task.plain(**{name: x.double() for name, x in inputs.items()}))
-    memory = contextlib.nullcontext() if GPU else counting_memory()
-    with Counter() as counter, memory as counts:
+    counter = Counter(inputs.values())
+    memory = contextlib.nullcontext() if GPU else counting_memory(counter)
+    with counter, memory as counts:
         result = as_tuple(task.answer(**inputs))
     if len(result) != len(wanted):
         return [f"answer returns {counted(len(result), 'tensor')}, and should return {len(wanted)}"], []
@@ -140,14 +163,21 @@ def times(task):
     return "ms on this GPU: " + ", ".join(f"{name} {ms:.4f}" for name, ms in took.items())
 
 
-def check(number, own):
-    """Print what is said of a puzzle; whether it is solved. own: {name: function}, for the puzzle's."""
+def check(number, own, own_file):
+    """Print what is said of a puzzle; whether it is solved. own: {name: function} of the user's file, which
+    take the place of the puzzle's."""
     task = puzzle(number)
-    vars(task).update({name: value for name, value in own.items() if name in vars(task)})
+    replaced = {name: value for name, value in own.items() if name in vars(task) and name not in FIXED}
+    if own and not replaced:
+        raise UserError(f"puzzle {number}: --answer has none of its kernels' names")
+    vars(task).update(replaced)
     try:
         wrong, lines = run(task)
     except Exception as error:  # of a kernel that somebody is just learning to write
-        wrong, lines = [f"{type(error).__name__}: {error}"], []
+        cause = error.__cause__ or error  # the interpreter's error has the user's as its cause
+        places = [f"{frame.filename}, line {frame.lineno}: " for frame in
+                  traceback.extract_tb(cause.__traceback__) if frame.filename in (task.__file__, own_file)]
+        wrong, lines = [f"{places[-1] if places else ''}{type(cause).__name__}: {cause}"], []
     if not wrong and GPU:
         lines.append(times(task))
     print(*wrong, *lines, f"puzzle {number}: {'not yet' if wrong else 'solved'}", sep="\n")
@@ -162,7 +192,7 @@ def main(argv=None):
     arguments = parser.parse_args(argv)
     own = {name: value for name, value in vars(load(arguments.answer)).items()
            if not name.startswith("__")} if arguments.answer else {}
-    return int(not all([check(number, own) for number in arguments.numbers]))
+    return int(not all([check(number, own, str(arguments.answer)) for number in arguments.numbers]))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def plain(x, gate, update):
 def gated_update_kernel(x, gate, update, out, n, BLOCK: tl.constexpr):
     """Program i: elements i * BLOCK to (i + 1) * BLOCK."""
     where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # HOLE: load the three inputs at `where`, and store the result there. Now it stores zeros.
+    # HOLE: load the three inputs at `where`, gate (tl.sigmoid), and store the result. Now it stores zeros.
     tl.store(out + where, tl.zeros((BLOCK,), tl.float32), mask=where < n)
 
 

@@ -1,7 +1,7 @@
 """Puzzle 3: softmax(scores + bias), where all rows of an alignment share one bias.
 
 A program handles one row of S scores. It adds the bias, subtracts the largest sum (without that, exp
-overflows), and divides the exponents by their sum, all in registers: scores are read once, and nothing is
+overflows), and divides the exponentials by their sum, all in registers: scores are read once, and nothing is
 stored in between.
 
     scores (N, H, S, S), bias (H, S, S); result (N, H, S, S)

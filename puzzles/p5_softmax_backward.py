@@ -37,4 +37,5 @@ def answer(p, dp):
     return dx
 
 
-# Our own: attention_backward_q_kernel in fusion_lab/kernels/attention/kernels.py
+# Our own: attention_backward_q_kernel, whose `delta` is the row sum (attention_gate_backward_kernel makes it), in
+# fusion_lab/kernels/attention/kernels.py

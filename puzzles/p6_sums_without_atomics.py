@@ -49,4 +49,5 @@ def answer(x):
     return out
 
 
-# Our own, which adds up the sums of a whole block in one launch: fusion_lab/kernels/reductions/sums.py
+# Our own, which adds up all sums of an Evoformer block in one launch: sums_kernel in
+# fusion_lab/kernels/reductions/sums.py

@@ -6,7 +6,8 @@ the gate there, and store once. The library would store the product, then read i
 
     x (M, K), w (N, K), gate (M, N), result (M, N); M, N and K are multiples of the blocks here
 
-tl.dot(a, b, acc, input_precision="ieee") keeps float32 exact on a GPU, too; tl.trans turns a block over.
+acc = tl.dot(a, b, acc, input_precision="ieee") adds the product to acc, and keeps float32 exact on a GPU,
+too; tl.trans turns a block over.
 """
 import torch
 import triton

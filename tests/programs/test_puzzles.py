@@ -40,6 +40,19 @@ def test_a_wrong_element_is_named_and_memory_is_counted(tmp_path):
     assert done.stdout.endswith("puzzle 1: not yet\n") and not done.stderr
 
 
+def test_a_forgotten_mask_and_atomics_are_named_by_line(tmp_path):
+    text, own = ANSWERS.read_text(), tmp_path / "mine.py"
+    text = text.replace("+ gated, mask=there)", "+ gated)").replace("tl.store(out + column, total)",
+                                                                   "tl.atomic_add(out + column, total)")
+    own.write_text(text)
+    done = check(2, 6, "--answer", own)
+    lines = [1 + text.splitlines().index(line) for line in text.splitlines() if "+ gated)" in line
+             or "atomic" in line]
+    first, second = (line for line in done.stdout.splitlines() if line.startswith(str(own)))
+    assert done.returncode == 1 and f"line {lines[0]}: IndexError" in first and "mask" in first
+    assert f"line {lines[1]}: " in second and "atomics" in second
+
+
 @pytest.mark.parametrize("arguments", [(9,), (1, "--answer", "nofile.py")])
 def test_bad_input_is_one_line(arguments):
     done = check(*arguments)
