@@ -37,5 +37,5 @@ def answer(p, dp):
     return dx
 
 
-# Our own: attention_backward_q_kernel, whose `delta` is the row sum (attention_gate_backward_kernel makes it), in
+# Our own: attention_backward_q_kernel; its `delta` is the row sum, which another kernel has made; in
 # fusion_lab/kernels/attention/kernels.py
