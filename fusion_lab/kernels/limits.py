@@ -1,7 +1,8 @@
 """What this project's Triton kernels take: fits() says which parts of the Evoformer run in them.
 
 At 256 channels under ultra, say, triangle multiplication and the bias of rows fit, attention between the
-library's projections, and of a transition its two layers. No torch: flags are judged before it is imported.
+library's projections, of a transition the gradient of its hidden layer alone, and of the outer product the
+sum over rows, unless its weight comes first. No torch: flags are judged before it is imported.
 """
 import importlib.util
 

@@ -111,7 +111,7 @@ def test_a_signal_of_which_the_other_ranks_do_not_know_yet_waits(tmp_path, monke
     def agreed(_, stop):
         heard.extend([stop.signal] if stop.signal else [])
         return stop.signal if len(heard) > 1 else None
-    monkeypatch.setattr(World, "signal", agreed)
+    monkeypatch.setattr(World, "agreed_signal", agreed)
     flags = "--num-steps", 14, "--save-checkpoint", tmp_path / "c.pt"
     assert run(tmp_path / "r", *flags, signalled=8) == 128 + signal.SIGTERM
     assert torch.load(tmp_path / "c.pt")["step"] == 9

@@ -11,7 +11,7 @@ Backward begins with the gate: do = dout sigmoid(.) and delta = rowsum(do o) = r
 itself is never stored. Behind an output projection that is one kernel with the projection's backward
 (output_backward.py). The gradient of the bias is the sum of ds over rows. How backward goes on:
 
-* up to SHORT keys: one kernel, of whole rows, which also stores ds;
+* up to longest_short() keys: one kernel, of whole rows, which also stores ds;
 * beyond: three kernels that recompute scores. One for dq; one for dk and dv; one for the bias, whose programs
   own a tile, sum a share of the rows in registers and store the partial sum once;
 * or two kernels, where the tuner has found that it pays and a program can own all keys. One for dk and dv,
@@ -220,7 +220,7 @@ class Attention(Sizes, Call):
         self.transpose = may_learn and not self.short and any(
             t is not None and t.requires_grad for t in tensors)
         self.stored = None  # the tuner's choice for backward, once it was asked
-        self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)
+        self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)  # by position, in five kernels
         samples, rows = (1, 1) if given.key_bias is None else given.key_bias.shape[:2]
         apart = rows * self.LP if samples > 1 else 0, self.LP if rows > 1 else 0
         self.own_masks = given.key_bias is not None and rows == self.R  # whether rows have masks of their own
