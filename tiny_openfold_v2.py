@@ -96,7 +96,7 @@ class FusionConfig(TritonSwitches):
         return self.enable_opm_fusion and few and (samples == 1 or residues >= 128)
 
 
-# What is known of PROGRAM, at the end of this file, before torch is imported: enough to judge the flags
+# PROGRAM, at the end, is made of this and of classes that need torch; flags.judge() parses flags by this
 KNOWN = dict(
     file=__file__, about=__doc__, suffix="v2", version="v2_fused", model_config=TinyOpenFoldConfig,
     training_config=TrainingConfig, fusion_config=FusionConfig,
@@ -763,7 +763,7 @@ def train(program, settings, compare_with=None):
 
 PROGRAM = Program(
     **KNOWN,  # names, configs and sizes: see there
-    model=TinyOpenFoldV2, trainer=Trainer,
+    model=TinyOpenFoldV2, trainer=Trainer,  # the lab imports no model: it is handed them
     data=proteins.open_source,  # real proteins or built-in ones, as the flags say
     modes={"--contacts": prediction.contacts, "--fold": partial(fold_prediction.fold, DISTANCE_CENTRES)})
 

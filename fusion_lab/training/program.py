@@ -164,7 +164,7 @@ class Program:
     modes: dict = field(default_factory=dict)  # {its own mode's flag: mode(program, settings) -> exit code}
     model: type = None             # class Mine(nn.Module, Model)
     data: Callable = None          # data(settings) -> Data: a class, or a function that chooses one
-    trainer: type = None           # tiny_openfold_v2.Trainer, or a subclass
+    trainer: type = None           # tiny_openfold_v2.Trainer, which the lab does not import, or a subclass
 
     @property
     def name(self):
