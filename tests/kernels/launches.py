@@ -157,8 +157,7 @@ if COMPANIONS:
 WITHOUT_PRODUCTS = (
     "sum_kernel", "sums_kernel", "attention_bias_gradient_kernel", "attention_padded_bias_kernel",
     "attention_gate_backward", "attention_key_bias_kernel", "attention_one_key_kernel", "message_", "adamw_",
-    "swiglu_", "rotary_kernel",
-    "triangle_multiplication_back_kernel RESIDUAL=False, SAVE=True, OUT=False")  # which stops before them
+    "swiglu_", "rotary_kernel")
 SPILLS = [  # where tiles are not whole: a GPU, a kernel, some of its constants, instructions that spill
     ("sm_90", "triangle_multiplication_front_backward_kernel",
      dict(NO_PADDING=False, LINES=0, BM=64, BC=64, num_warps=4, num_stages=2), 8),
@@ -168,9 +167,17 @@ SPILLS = [  # where tiles are not whole: a GPU, a kernel, some of its constants,
      dict(WHOLE_TILES=False, C=128, BM=64, BN=64, num_warps=4, num_stages=4), 6)]
 
 
+def is_one(kernel, name, **some):
+    """Whether a kernel, "its_name BM=64, num_warps=4", has this name and, in any order, these constants."""
+    found, constants = kernel.split(" ", 1)
+    return found == name and {f"{key}={value}" for key, value in some.items()} <= set(constants.split(", "))
+
+
+def has_products(kernel):
+    stops_before = is_one(kernel, "triangle_multiplication_back_kernel", SAVE=True, OUT=False)
+    return not kernel.startswith(WITHOUT_PRODUCTS) and not stops_before
+
+
 def spills_too_often(target, kernel, used):
-    """kernel: its name, a blank, and its constants, "BM=64, num_warps=4" in any order."""
-    name, constants = kernel.split(" ", 1)
-    allowed = [most for where, which, some, most in SPILLS if (where, which) == (target, name)
-               and {f"{key}={value}" for key, value in some.items()} <= set(constants.split(", "))]
+    allowed = [most for where, name, some, most in SPILLS if where == target and is_one(kernel, name, **some)]
     return used["spills"] > max([0, *allowed])

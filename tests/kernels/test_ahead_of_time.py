@@ -13,7 +13,7 @@ with warnings.catch_warnings():  # Triton 3.9 announces 3.10's default for contr
     from tests.kernels.triton_targets import SHARED, compiled_for, overwritten
 
 from fusion_lab.kernels import ahead_of_time, projections, tuner
-from tests.kernels.launches import LAUNCHES, WITHOUT_PRODUCTS, spills_too_often
+from tests.kernels.launches import LAUNCHES, has_products, spills_too_often
 
 
 def test_kernels_on_a_cpu_say_what_they_need():
@@ -39,7 +39,7 @@ def check_resources(target, launches):
         faults += [f"{name}: {kernel}: {used}" for kernel, used in found.items()
                    if spills_too_often(target, kernel, used) or used["shared"] > SHARED[target]
                    or used["overwritten"]
-                   or (used["mma"] == 0) != kernel.startswith(WITHOUT_PRODUCTS)]
+                   or (used["mma"] > 0) != has_products(kernel)]
     assert not faults, "\n".join(faults)
     return met
 
