@@ -609,7 +609,7 @@ class Trainer:
         self.model = program.model(settings.model, fusion).to(device)
         world.reseed(self.training.seed)  # the same weights on all ranks, but other dropout
 
-        # What the optimizer updates: the model's parameters or, in float32, masters of low-precision ones
+        # The optimizer updates the model's parameters or, where these are low-precision, float32 masters
         low = self.amp_dtype if fusion.enable_master_weights else None
         self.autocasts = self.amp_dtype is not None and low is None
         self.weights = optimized_weights(self.model, low, world, fusion.enable_triton_adamw)
@@ -700,7 +700,7 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
             # ask each other for signals, but only at steps at which something is due for all of them
             due = {what for what, every in intervals.items() if every and done % every == 0}
             if done == steps.stop:
-                due = {"log", "save"}  # train() evaluates the end
+                due = {"log", "save"}  # never evaluate: train() makes the last evaluation
             if not due and not (stop.signal and world.size == 1):
                 continue
 
@@ -741,7 +741,7 @@ def train(program, settings, compare_with=None):
         with Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
             losses, times = run_steps(trainer, source, profiling, findings, metrics, stop)
 
-        # Sum up, once before the evaluation, which may fail, and once with it; and say how it ended
+        # Write the summary before the last evaluation, which may fail, and again with it; then say how it ended
         result = summary.summarise(trainer, findings, losses, profiling.undisturbed(times))
         path = summary.write(trainer, result)
         evaluate(trainer, source, metrics, stop, print, final=True)

@@ -173,7 +173,7 @@ class Program:
 
     @property
     def stem(self):
-        """Stands in the files that it saves, which every way to start it reads."""
+        """Its name in the files that it saves: the same however it was started."""
         return os.path.basename(self.file).removesuffix(".py")
 
     def settings(self, **values):
