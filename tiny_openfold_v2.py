@@ -741,7 +741,7 @@ def train(program, settings, compare_with=None):
         with Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
             losses, times = run_steps(trainer, source, profiling, findings, metrics, stop)
 
-        # Write the summary before the last evaluation, which may fail, and again with it; then say how it ended
+        # Write the summary before the last evaluation, which may fail, and again with it; say how it ended
         result = summary.summarise(trainer, findings, losses, profiling.undisturbed(times))
         path = summary.write(trainer, result)
         evaluate(trainer, source, metrics, stop, print, final=True)
