@@ -1,5 +1,5 @@
-"""compare(): the only measurement of variants. --compare-fusion and the session's --ablation call it, and a
-study starts --compare-fusion once for each of its shapes and runs.
+"""compare(): the only measurement of variants. --compare-fusion and the session's --ablation and
+--compare-v1 call it, and a study starts --compare-fusion once for each of its shapes and runs.
 
 Eager variants share this process: each is counted by itself, then all take their steps in turn, so that a
 machine that drifts hits all alike. A variant that compiles is the same command line in a process of its own,

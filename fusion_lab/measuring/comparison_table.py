@@ -7,6 +7,7 @@ import time
 import torch
 
 from fusion_lab.measuring.compare import compare
+from fusion_lab.measuring.tables import cell
 from fusion_lab.measuring.variants import BASELINE, FUSED, ONLY, make_variants
 from fusion_lab.training.files import StopRequest, counted, printable, write_json
 from fusion_lab.training.machine import choose_device
@@ -44,7 +45,7 @@ def table(rows, names=()):
     widths = [max(least, *(len(line[i]) for line in body if line[-1]))
               for i, least in enumerate(COLUMNS.values())]
     widths[0] = max(widths[0], *map(len, names), *(len(row.name) for row in rows))
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+    lines = ["| " + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) + " |"
              for line in body]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
@@ -97,20 +98,21 @@ def headline(rows, nominal, launch_kind):
     said = ["a slowdown"] * (round(after.speedup, 2) < 1) + ["within noise"] * (verdict(after) == 0)
     doubt = f" ({', '.join(said)})" if said else ""
     samples = after.samples_per_second * after.median_batch_time
+    shorter = cell(after.batch_time_reduction_percent, ".1f", unit="%")
     launches = memory = f"not measured for {after.name}"
     if after.launch_reduction_percent is not None:
-        launches = (f"{after.launch_reduction_percent:.1f}% measured by {after.name} "
+        launches = (f"{cell(after.launch_reduction_percent, '.1f', unit='%')} measured by {after.name} "
                     f"({before.launches_per_step} -> {after.launches_per_step} {launch_kind} per step)")
     if nominal and after.name == FUSED:
         launches += (f"; nominal {nominal['kernel_reduction_percent']}% ({nominal['total_kernel_reduction']} "
                      "fewer kernels)")
     if after.peak_memory_reduction_percent is not None:
-        memory = (f"{round(after.peak_memory_reduction_percent, 1) + 0:.1f}% by {after.name} "
+        memory = (f"{cell(after.peak_memory_reduction_percent, '.1f', unit='%')} by {after.name} "
                   f"(peak {before.peak_memory_mb:.1f} -> {after.peak_memory_mb:.1f} MB)")
     return [f"Training speed: {after.speedup:.2f}x speed-up by {after.name}{doubt} "
             f"({samples / after.baseline_batch_time:.1f} -> {after.samples_per_second:.1f} samples/sec)",
             f"Memory reduction: {memory}",
-            f"Batch time improvement: {after.batch_time_reduction_percent:.1f}% by {after.name}{doubt} "
+            f"Batch time improvement: {shorter} by {after.name}{doubt} "
             f"({1e3 * after.baseline_batch_time:.2f} -> {1e3 * after.median_batch_time:.2f} ms)",
             f"Kernel reduction: {launches}"]
 

@@ -26,8 +26,8 @@ def flops_share(program, flops):
 
 def roofline_table(program, settings, ceilings, seconds):
     """Rows by sub-layer, forward and backward of all blocks in one step; seconds: {sub-layer: measured}.
-    share is the time at the higher ceiling over the measured one; note, where there is one, says what is not
-    known, or why a row has no bound."""
+    share is the longer of the times at both ceilings over the measured one; note, where there is one, says
+    what is not known, or why a row has no bound."""
     with torch.device("meta"):
         costs = program.model(settings.model, settings.fusion).costs(settings.training)
     flops, rows = flops_by_sublayer(program, settings), []

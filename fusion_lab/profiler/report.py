@@ -46,12 +46,12 @@ def sublayer_rows(analysis):
 
 def switch_rows(program, analysis):
     """A row for each switch that says which sub-layers it changes, and for these together: no switch saves
-    more than their time."""
+    more than their time. Where a block is compiled whole their time is not known, so there is no row."""
     rows, shares = [["switch", "changes", "share", "at most"]], shares_of_sublayers(analysis)
     for field in fields(program.fusion_config):
         changed = [name for name in program.model.SUBLAYERS if name.startswith(field.metadata["acts_on"])]
-        if changed:
-            share = sum(shares.get(name, 0.0) for name in changed)
+        share = sum(shares.get(name, 0.0) for name in changed)
+        if share:
             rows.append([spelled(field.name), ", ".join(changed), cell(share, ".1f", 100, "%"),
                          cell(at_most(share), ".2f", unit="x")])
     return rows

@@ -12,8 +12,8 @@ from fusion_lab.training.machine import choose_device
 
 def run_session(program, settings, directory, train, roofline=False, earlier=None):
     """A whole session into a directory; returns its analysis, as JSON has it. train: train(program, settings)
-    runs it. earlier: (name, analysis) to compare with. Raises UserError where a signal ended it, after the
-    report on what is there."""
+    runs it. earlier: (name, analysis) to compare with. Raises UserError where it ended before its trace, and
+    where a signal ended it, after the report on what is there."""
     settings = settings.having(enable_pytorch_profiler=True, enable_memory_profiling=True,
                                profile_dir=directory)
     code = train(program, settings)

@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+import tiny_openfold_v2 as tof
 from fusion_lab.measuring import tables
 from fusion_lab.profiler import report
 from fusion_lab.training.files import UserError
@@ -42,6 +43,7 @@ def test_a_row_for_each_sublayer_with_amdahl_s_ceiling():
                     ["rest, data", "0.125", "", "12.5%", "", "", "1.0", ""]]
     compiled = session(sublayers=[entry("rest", "forward", 1000.0, 1.0)])
     assert [row[0] for row in report.sublayer_rows(compiled)[1:]] == ["rest, forward"]
+    assert report.switch_rows(tof.PROGRAM, compiled)[1:] == []  # whose time is unknown, which is not 0
 
 
 def test_the_report_says_the_time_of_a_step_once():

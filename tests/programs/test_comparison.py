@@ -96,6 +96,7 @@ def test_a_wrong_name_moves_no_earlier_results(names, tmp_path, capsys):
     assert code == 2 and "--variants" in error and error.count("\n") == 1
     assert os.listdir(tmp_path) == ["earlier"]
 
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
 @pytest.mark.slow
 def test_a_compiled_row_comes_from_a_process_of_its_own(tmp_path):
