@@ -6,6 +6,7 @@ from dataclasses import asdict, fields
 from functools import partial
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fusion_lab.training.files import (
     FAILED,
@@ -128,13 +129,18 @@ def continues(trainer, path, saved):
 
 def read_saved(path, what):
     """What torch.save() wrote, tensors and plain values. torch.load() looks at no checksum, and takes for a
-    directory what one wrong bit calls one, so the entries of the zip file are checked first. Raises
-    UserError, which begins with what the file should be."""
+    directory what one wrong bit calls one, so the entries of the zip file are checked first. Neither packed
+    entries nor a view of few numbers may ask for more memory than the file has bytes. Raises UserError, which
+    begins with what the file should be."""
     try:
         require_file(path)
         with zipfile.ZipFile(path) as entries:
-            sound = entries.testzip() is None and not any(e.external_attr for e in entries.infolist())
+            listed = entries.infolist()
+            sound = (sum(e.file_size for e in listed) <= os.path.getsize(path) and entries.testzip() is None
+                     and not any(e.external_attr for e in listed))
         saved = torch.load(path, map_location="cpu", weights_only=True) if sound else None
+        sound = sound and all(leaf.nbytes <= leaf.untyped_storage().nbytes() for leaf in tree_leaves(saved)
+                              if isinstance(leaf, torch.Tensor))
     except OSError as error:
         raise UserError(f"{what} {path}: {error.strerror or error}") from None
     except Exception:  # a damaged file raises whatever its first bad byte leads to

@@ -101,10 +101,16 @@ def free_memory(device):
         return torch.cuda.mem_get_info(device)[0]
     found = first_line("/proc/meminfo", "MemAvailable")
     free = [1024 * int(found.split()[0])] if found else []
-    with contextlib.suppress(OSError, ValueError):
-        with open("/sys/fs/cgroup/memory.max", encoding="utf-8") as file:
-            free.append(int(file.read()))  # all that a container may take; "max" where there is no limit
+    with contextlib.suppress(OSError, ValueError):  # of a container; "max" where there is no limit
+        limit, used = (int(text_of(f"/sys/fs/cgroup/memory.{kind}")) for kind in ("max", "current"))
+        taken = dict(line.split() for line in text_of("/sys/fs/cgroup/memory.stat").splitlines())
+        free.append(limit - used + int(taken.get("file", 0)))  # a cache gives way
     return min(free, default=None)
+
+
+def text_of(path):
+    with open(path, encoding="utf-8") as file:
+        return file.read()
 
 
 ROOM = 5  # times what a step needs at least is more than any process was seen to take

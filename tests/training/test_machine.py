@@ -58,13 +58,23 @@ def test_every_rank_has_a_gpu_of_its_own(gpus):
     assert caught.value.code == 4 and choose_device("cpu").type == "cpu"
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("MemTotal: 9 kB\nMemAvailable: 2 kB\n", 2048), ("MemTotal: 9 kB\n", None), (None, None)])
-def test_free_memory(text, expected, monkeypatch):
+AVAILABLE = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 2 kB\n"}
+
+
+def in_a_group(limit, stat="anon 5\nfile 100\n"):
+    return {**AVAILABLE, "/sys/fs/cgroup/memory.max": limit, "/sys/fs/cgroup/memory.current": "300",
+            "/sys/fs/cgroup/memory.stat": stat}
+
+
+@pytest.mark.parametrize("files, expected", [
+    (AVAILABLE, 2048), ({"/proc/meminfo": "MemTotal: 9 kB\n"}, None), ({}, None),  # {}: no Linux
+    (in_a_group("1000"), 800), (in_a_group("1000", "anon 5\n"), 700), (in_a_group("9000"), 2048),
+    (in_a_group("max"), 2048)])
+def test_free_memory(files, expected, monkeypatch):
     def opened(path, **_):
-        if text is None:  # no Linux
+        if path not in files:
             raise FileNotFoundError
-        return io.StringIO(text)
+        return io.StringIO(files[path])
     monkeypatch.setattr(machine, "open", opened, raising=False)
     assert machine.free_memory(CPU) == expected
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))

@@ -1,5 +1,7 @@
 """Model files, and --init-from: what a new run begins with."""
 import dataclasses
+import io
+import zipfile
 
 import pytest
 import torch
@@ -73,6 +75,21 @@ def model_file(tmp_path):
     model = a_model()
     save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, CARD)
     return tmp_path / "m.pt"
+
+
+def test_a_file_that_asks_for_far_more_memory_than_it_has_bytes_is_refused(model_file):
+    """By a view of one number, or packed."""
+    saved, plain = torch.load(model_file, weights_only=True), model_file.read_bytes()
+    saved["model"][BIAS] = torch.zeros(1).expand(10 ** 9)
+    torch.save(saved, model_file)
+    with pytest.raises(UserError, match="damaged"):
+        checkpoints.read_saved(model_file, "model")
+    with zipfile.ZipFile(io.BytesIO(plain)) as given, zipfile.ZipFile(model_file, "w") as packed:
+        for entry in given.infolist():
+            packed.writestr(entry.filename, given.read(entry), zipfile.ZIP_DEFLATED)
+        packed.writestr("more", bytes(10 ** 6), zipfile.ZIP_DEFLATED)
+    with pytest.raises(UserError, match="damaged"):
+        checkpoints.read_saved(model_file, "model")
 
 
 def test_model_files_are_read_by_whatever_name_the_program_was_started(model_file, monkeypatch):
