@@ -783,7 +783,10 @@ def run(argv=None, program=PROGRAM):
         return program.modes[mode](program, settings)
     if mode == "--compare-fusion":
         return compare_fusion(program, settings, arguments.variants, getattr(arguments, "num_steps", None))
-    settings.claim_directory()
+    device = choose_device(settings.training.device)
+    if mode != "--validate-setup":  # which takes a small model
+        require_memory(program, device, settings)
+    settings.claim_directory()  # after these: what is refused moves no earlier results
     lab = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
            "--retune": retune.retune}
     return lab[mode](program, settings)

@@ -289,7 +289,6 @@ def test_accuracy_passes_and_catches_a_generic_mutant(program):
             if fusion != program.fusion_config.preset(False):
                 dict(model.sublayers())[sublayer].register_forward_hook(spoil)
             return model
-        mutant.least_bytes = program.model.least_bytes
         broken = dataclasses.replace(program, model=mutant)
         assert accuracy.compare_numerics(broken, settings, CPU)[1] != [], sublayer
 

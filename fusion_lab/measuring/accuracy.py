@@ -12,7 +12,7 @@ from fusion_lab.measuring.variants import spelled
 from fusion_lab.training.checkpoints import optimizer_state, unpacked
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import finite, write_json
-from fusion_lab.training.machine import choose_device, process_settings, require_memory
+from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.program import Model
 from fusion_lab.training.reporting import for_people, print_result
 
@@ -90,7 +90,6 @@ def compare_numerics(program, settings, device, note=lambda text: None):
     masters = settings.fusion.enable_master_weights
     off = program.fusion_config.preset(False)
     plain = replace(settings, fusion=replace(off, enable_master_weights=masters))
-    require_memory(program, device, settings)
     batch = to_device(program.data(settings).check_batch(), device)
     process_settings(settings, device)
     baseline = program.trainer(program, plain, device)

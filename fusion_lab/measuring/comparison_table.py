@@ -10,7 +10,7 @@ from fusion_lab.measuring.compare import compare
 from fusion_lab.measuring.tables import cell
 from fusion_lab.measuring.variants import BASELINE, FUSED, ONLY, make_variants
 from fusion_lab.training.files import StopRequest, counted, printable, write_json
-from fusion_lab.training.machine import choose_device
+from fusion_lab.training.machine import choose_device, require_memory
 from fusion_lab.training.reporting import busy_line, print_result
 
 COLUMNS = {"variant": 8, "step ms (p20, p80)": 26, "samples/s": 9, "speed-up (95%)": 18,  # least widths
@@ -147,8 +147,9 @@ def compare_fusion(program, settings, names=None, rounds=None):
     """--compare-fusion: print rows and write fusion_comparison_*.json as they become known; exit code 0, or
     that of the signal that ended it early."""
     device = choose_device(settings.training.device)
-    make_variants(settings, names, device.type == "cuda")  # a wrong name moves no earlier results
-    settings.claim_directory()
+    variants = make_variants(settings, names, device.type == "cuda")
+    require_memory(program, device, *(variant.settings for variant in variants))
+    settings.claim_directory()  # after these: what is refused moves no earlier results
     path = os.path.join(settings.profiler.profile_dir, program.result("fusion_comparison"))
     printed = 0
     print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)}", flush=True)

@@ -3,6 +3,7 @@ import ast
 import dataclasses
 import email
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -103,11 +104,23 @@ def test_the_wheel_says_what_it_is(site):
     assert next(site.glob("*.dist-info/licenses/LICENSE"), None) or next(site.glob("*.dist-info/LICENSE"))
 
 
-def test_the_stubs_know_every_size_and_switch():
+def arguments(function):
+    """Names of a function's arguments in a stub."""
+    every = function.args
+    return [argument.arg for argument in (*every.args, *filter(None, [every.vararg]), *every.kwonlyargs,
+                                          *filter(None, [every.kwarg]))]
+
+
+def test_the_stubs_know_every_size_switch_and_argument():
     stubs = ast.parse((ROOT / "tiny_openfold_v2-stubs" / "__init__.pyi").read_text(encoding="utf-8"))
     named = {node.name: node for node in stubs.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     for name, node in named.items():
         kind = getattr(tiny_openfold_v2, name, None)
         if dataclasses.is_dataclass(kind):
             assert [line.target.id for line in node.body] == list(kind.__annotations__)
-        assert kind is not None or name == "__getattr__"
+        elif isinstance(node, ast.ClassDef):
+            for method in (line for line in node.body if isinstance(line, ast.FunctionDef)):
+                run = getattr(kind, method.name.replace("__call__", "forward"))
+                assert arguments(method) == list(inspect.signature(run).parameters), (name, method.name)
+        elif name != "__getattr__":
+            assert arguments(node) == list(inspect.signature(kind).parameters), name

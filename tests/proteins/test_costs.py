@@ -1,4 +1,6 @@
 """What a training step needs at least, beside what steps take."""
+import os
+
 import pytest
 import torch
 
@@ -22,9 +24,12 @@ def test_a_step_takes_more_than_its_least_memory_and_fits_where_one_says_so(size
 @pytest.mark.parametrize("size, mode", [
     ("--seq-len", []), ("--pair-dim", []), ("--num-blocks", ["--compare-fusion"]),
     ("--batch-size", ["--verify-accuracy"])])
-def test_what_cannot_fit_is_refused_before_it_is_made(size, mode, capsys, tmp_path):
-    where = ["--device", "cpu", "--profile-dir", str(tmp_path / "out")]
+def test_what_cannot_fit_is_refused_before_anything_is_made_or_moved(size, mode, capsys, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "earlier").touch()
+    where = ["--device", "cpu", "--profile-dir", str(tmp_path / "out"), "--force"]
     assert tof.main([size, "100000000", *mode, *where]) == 2
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["earlier"]
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and line.count(size) == 2
     fitting = line.rpartition(f"{size} ")[2].split()[0]
