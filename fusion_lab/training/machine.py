@@ -96,9 +96,11 @@ def system_info(device):
 
 
 def free_memory(device):
-    """Bytes that a program can still take on a device; None where nothing tells."""
+    """Bytes that this process can still take on a device, with those that torch keeps for its next tensors;
+    None where nothing tells."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     found = first_line("/proc/meminfo", "MemAvailable")
     free = [1024 * int(found.split()[0])] if found else []
     with contextlib.suppress(OSError, ValueError):  # of a container; "max" where there is no limit

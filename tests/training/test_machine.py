@@ -79,6 +79,9 @@ def test_free_memory(files, expected, monkeypatch):
     assert machine.free_memory(CPU) == expected
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))
     assert machine.free_memory(torch.device("cuda")) == 5
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7)  # by earlier runs of the process
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4)
+    assert machine.free_memory(torch.device("cuda")) == 8
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(monkeypatch, tmp_path):
