@@ -117,6 +117,13 @@ def as_given(x):
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else HERE
 
 
+def laid(x, stride):
+    """x with these strides, by which kept launches read it. A saved tensor may come back from autograd with
+    others: under torch.autograd.graph.save_on_cpu(pin_memory=True), for one."""
+    own = x[tuple(slice(None if step else 1) for step in stride)]  # along what is expanded the first
+    return torch.empty_strided(own.shape, stride, dtype=x.dtype, device=x.device).copy_(own).expand(x.shape)
+
+
 class Refusal(torch.autograd.Function):
     """Gradients as they are, whose own derivative is an error."""
 

@@ -80,15 +80,18 @@ class Bound:
         self.compiled = None
 
     def __call__(self, *tensors):
-        """Launch, on the current stream."""
+        """Launch, on the current stream of the tensors' GPU, which is the current one."""
         if self.compiled is not None:
-            self.compiled(*tensors, *self.behind)
+            stream = None if self.gpu is None else self.stream_of(self.gpu)
+            self.compiled(*tensors, *self.behind, stream=stream)
             return
         compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
         if compiled is not None:  # there is none in the interpreter, and where nothing is run
             others = list(inspect.signature(self.kernel.fn).parameters.values())
             self.behind = (*self.numbers, *(self.options.get(each.name, each.default)
                                             for each in others[len(tensors) + len(self.numbers):]))
+            # By itself Triton asks for the GPU's number as well, each time; without a GPU it finds its own.
+            self.gpu, self.stream_of = tensors[0].device.index, driver.active.get_current_stream
             self.compiled = compiled[(*self.grid, 1, 1)[:3]]
 
 
@@ -164,7 +167,7 @@ def add_up(partial_sums, sums, bound=None, name=None):
         height, width, warps = 2, 512, 4
     else:
         height, width, warps = 4, 128, 1
-    grid, numbers = (triton.cdiv(columns, width),), (len(partial_sums), columns)
+    grid, numbers = (cdiv(columns, width),), (len(partial_sums), columns)
     options = dict(BR=height, BN=width, num_warps=warps)
     if bound is None:
         start(sum_kernel, grid, partial_sums, sums, *numbers, **options)

@@ -52,6 +52,12 @@ def saved_bytes():
         yield saved
 
 
+def packed_anew():
+    """Within, what is saved for backward comes back contiguous, as save_on_cpu(pin_memory=True) hands it."""
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t)
+
+
 def equal(found, expected):
     """Whether two lists of tensors or None have the same bits."""
     return all(a is b is None or a is not None is not b and torch.equal(a, b)

@@ -24,7 +24,7 @@ class Started:
     def __getitem__(self, grid):
         assert len(grid) == 3
         parameters = len(self.kernel.arg_names)
-        return lambda *given: launched.append((self.kernel.__name__, len(given) == parameters))
+        return lambda *given, stream: launched.append((self.kernel.__name__, len(given) == parameters))
 
 
 @pytest.fixture(autouse=True)

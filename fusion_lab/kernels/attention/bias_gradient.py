@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_lab.kernels.ahead_of_time import is_fake
-from fusion_lab.kernels.common import bind, operation
+from fusion_lab.kernels.common import bind, cdiv, operation
 
 LINE = 128  # bytes of a matrix row that a program reads: a line of the cache
 TILE = 256  # numbers of a tile: queries times keys
@@ -42,7 +42,7 @@ def launch(partial_sums, length, dtype, transpose, bound=None):
     BP, BI, BJ = tile_sizes(N, LP, partial_sums.itemsize)
     warps = BI * BJ * BP * partial_sums.itemsize // (32 * 32)  # of 32 threads, each of which loads 32 bytes
     bind(bound, name, attention_bias_gradient_kernel,
-         (triton.cdiv(length, BJ), triton.cdiv(length, BI), B * H), (N, B * H * LP * LP, length, LP),
+         (cdiv(length, BJ), cdiv(length, BI), B * H), (N, B * H * LP * LP, length, LP),
          TRANSPOSE=transpose, BP=BP, BI=BI, BJ=BJ, num_warps=max(1, warps))(partial_sums, out)
     return out
 

@@ -257,7 +257,7 @@ class Attention(Sizes, Call):
 
         These are so many (bias_sums, B, H, LP, LP) partial sums of the bias's gradient, for bias_gradient.py;
         so many (gate_bias_sums, H, D) of the gate bias's; du, and (gate_bias_sums, c) of the gradient of the
-        projection's bias. Partial sums are float32, unless they are ds. What is not there is empty.
+        projection's bias. Partial sums are float32, unless they are ds. What is not there is empty or None.
         """
         (heads, axis), qkvg, (*_, gate_bias, bias, key_bias) = self.layout, given[:self.parts], given
         bias_transposed, out, lse, gradient, weight, drop = saved
@@ -266,9 +266,10 @@ class Attention(Sizes, Call):
             *(x.new_empty(x.shape) for x in qkvg),
             out.new_empty((bias_sums, self.B, self.H, self.LP, self.LP) if bias is not None else 0,
                           dtype=self.dtype if self.dscores_are_sums() else torch.float32),
-            out.new_empty(gate_bias_sums, self.H, self.D, dtype=torch.float32),
-            out.new_empty(0 if drop is None else gradient.shape),
-            out.new_empty(0 if weight is None else (gate_bias_sums, len(weight)), dtype=torch.float32)]
+            *([None] * 3 if gate_bias is None and weight is None else (
+                out.new_empty(gate_bias_sums, self.H, self.D, dtype=torch.float32),
+                out.new_empty(0 if drop is None else gradient.shape),
+                out.new_empty(0 if weight is None else (gate_bias_sums, len(weight)), dtype=torch.float32)))]
         if self.fake:
             return results
         dq, dk, dv, *dgate = views(grads, heads, axis)
@@ -278,7 +279,7 @@ class Attention(Sizes, Call):
             summed = gate_bias is not None
             self.run(kernels.attention_gate_backward_kernel,
                      (gate, gate_bias, out, gradient, dgate, do, delta,
-                      gate_bias_sums if summed else None), self.grid,
+                      gate_bias_sums), self.grid,
                      lambda: dict(self.gate_flags, gate_strides=strides(gate),
                                   dgate_strides=strides(dgate),
                                   out_strides=strides(as_rows(out, heads, axis))),
@@ -318,10 +319,10 @@ class Attention(Sizes, Call):
 
     def zero_where_one_key_is(self, key_bias, dq, dk):
         """dq and dk = 0 in rows with one key, of masks that rows have for themselves."""
-        kernel, name = padding.attention_one_key_kernel, (padding.attention_one_key_kernel.__name__, ())
-        ready = self.bound.get(name) or bind(
-            self.bound, name, kernel, (self.B * self.R,), (self.R, self.H, self.L), D=self.D, BD=self.BD,
-            T=min(self.LP, 64), key_bias_strides=self.strides["key_bias_strides"], dq_strides=strides(dq))
+        ready = self.bound.get("one_key") or bind(
+            self.bound, "one_key", padding.attention_one_key_kernel, (self.B * self.R,),
+            (self.R, self.H, self.L), D=self.D, BD=self.BD, T=min(self.LP, 64),
+            key_bias_strides=self.strides["key_bias_strides"], dq_strides=strides(dq))
         ready(key_bias, dq, dk)
 
 
@@ -392,7 +393,8 @@ def attention_backward(tensors: list[Tensor | None], heads: int, axis: int, scal
                        gate_bias_sums: int) -> list[Tensor]:
     """Attention.backward() as an operator; tensors: as Given, behind them as Saved."""
     call = Attention.of(tensors, heads, axis, scale)
-    return call.backward(tensors[:GIVEN], tensors[GIVEN:], bias_sums, gate_bias_sums)
+    results = call.backward(tensors[:GIVEN], tensors[GIVEN:], bias_sums, gate_bias_sums)
+    return [tensors[0].new_empty(0) if x is None else x for x in results]
 
 
 FORWARD_OP = operation("attention_forward", attention_forward)

@@ -33,7 +33,8 @@ def checked(q, k, v, bias, mask):
         raise ValueError(f"q is {tuple(q.shape)} and k {tuple(k.shape)}, but both must be (B, N, H, S, D) or "
                          "(N, H, S, D)")
     (B, N, H, Q, D), K = q.shape, k.shape[3]
-    check_shapes(("k", k, (B, N, H, K, D)), ("v", v, (B, N, H, K, D)))
+    if not q.shape == k.shape == v.shape:
+        check_shapes(("k", k, (B, N, H, K, D)), ("v", v, (B, N, H, K, D)))
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}, but they must be the same")
     return q, k, v, spread("bias", bias, (B, 1, H, Q, K)), spread("mask", mask, (B, N, 1, 1, K))
@@ -86,7 +87,7 @@ def triangle_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tens
         keys = "" if q.shape == k.shape else "another number of keys than queries with "
         say_plain(NAME, f"{keys}heads of {q.shape[-1]} channels in {str(q.dtype)[6:]}")
         return plain(*given, scale)
-    key_mask = None if mask is None else mask[:, :, 0, 0]  # (B, N, K)
+    key_mask = None if mask is None else mask.flatten(2)  # (B, N, K)
     if watched(NAME, given):
         return attention.row_attention(q, k, v, bias[:, 0], None if key_mask is None else key_mask.bool(),
                                        scale)

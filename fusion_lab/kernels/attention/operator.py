@@ -25,7 +25,7 @@ from fusion_lab.kernels.attention.call import (
 )
 from fusion_lab.kernels.attention.layout import views
 from fusion_lab.kernels.attention.padded_bias import HOLD_PADDING, MASKED, PADDING
-from fusion_lab.kernels.calls import once, watched, where
+from fusion_lab.kernels.calls import laid, once, watched, where
 from fusion_lab.kernels.common import check_shapes
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.kernels.reductions import sums
@@ -88,13 +88,13 @@ class FromPython(torch.autograd.Function):
     @staticmethod
     def forward(ctx, settings, bias, key_mask, *qkvg):
         ctx.axis, none = settings[1], NONE[len(qkvg):]
-        bias = bias if ctx.axis else bias[:, 0]
+        bias = bias if ctx.axis else bias.squeeze(1)
         call = ctx.call = Attention.of((*qkvg, *none, bias, key_mask), *settings)
         padded, transposed, key_bias = call.pad(bias, key_mask)
         given = *qkvg, *none, padded, key_bias
         out, lse = call.forward(given)
         ctx.save_for_backward(*given, transposed, out, lse)
-        ctx.bias_dtype = bias.dtype
+        ctx.bias_dtype, ctx.stride = bias.dtype, qkvg[0].stride()
         return out
 
     @staticmethod
@@ -102,9 +102,11 @@ class FromPython(torch.autograd.Function):
     def backward(ctx, gradient):
         *given, transposed, out, lse = ctx.saved_tensors
         call, saved = ctx.call, (transposed, out, lse, gradient, None, None)
+        if given[0].stride() != ctx.stride:
+            given[:call.parts] = [laid(x, ctx.stride) for x in given[:call.parts]]
         *grads, bias_sums, _, _, _ = call.backward(given, saved, call.bias_sum_count, 0)
         dbias = bias_gradient.launch(bias_sums, call.L, ctx.bias_dtype, False, call.bound)
-        return None, dbias if ctx.axis else dbias[:, None], None, *grads
+        return None, dbias if ctx.axis else dbias.unsqueeze(1), None, *grads
 
 
 def padded_bias(bias, key_mask, like, sizes, transpose):

@@ -6,7 +6,7 @@ operator.triangle_multiplication().
 import torch
 from torch import Tensor
 
-from fusion_lab.kernels.calls import as_given, once, say_plain, watched, where
+from fusion_lab.kernels.calls import as_given, laid, once, say_plain, watched, where
 from fusion_lab.kernels.common import check_shapes, multiplies, shared_dtype
 from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
@@ -125,12 +125,16 @@ class FromPython(torch.autograd.Function):
         ctx.call = Update.of((x, mask, *weights), *settings)
         out, saved = ctx.call.update(x, mask, weights)
         ctx.save_for_backward(*saved)
+        ctx.mask_stride = None if mask is None else saved[1].stride()
         return out
 
     @staticmethod
     @once
     def backward(ctx, gradient):
-        dx, dweights = ctx.call.gradients(gradient, *ctx.saved_tensors)
+        pair, mask, *saved = ctx.saved_tensors
+        if mask is not None and mask.stride() != ctx.mask_stride:
+            mask = laid(mask, ctx.mask_stride)
+        dx, dweights = ctx.call.gradients(gradient, pair, mask, *saved)
         return None, dx, None, *dweights
 
 

@@ -34,7 +34,15 @@ from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.calls import Call
-from fusion_lab.kernels.common import candidates, check_dtype, check_shapes, lines, operation, shared_dtype
+from fusion_lab.kernels.common import (
+    candidates,
+    cdiv,
+    check_dtype,
+    check_shapes,
+    lines,
+    operation,
+    shared_dtype,
+)
 from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
@@ -116,7 +124,7 @@ def reference(pair, weights, mask=None, outgoing=True, eps=1e-5, residual=None, 
 
 def padded(S):
     """SP: 16 numbers of 16 bits are 32 bytes, so that every row of a plane is aligned."""
-    return triton.cdiv(S, 16) * 16
+    return cdiv(S, 16) * 16
 
 
 def looked_up(name, S, C, dtype):

@@ -7,7 +7,7 @@ from fusion_lab.kernels import calls, tuner
 from fusion_lab.kernels.attention import drop_in
 from fusion_lab.kernels.attention.call import Attention
 from tests.kernels.problems import attention_from_python as problem
-from tests.kernels.rule import equal, gradients, violations
+from tests.kernels.rule import equal, gradients, packed_anew, violations
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 S = 13
@@ -62,6 +62,15 @@ def test_views_are_read_as_they_lie():
     for given in ((*[expanded] * 3, bias), (expanded, packed[1], across, bias.mT), (*packed, bias),
                   (*[across] * 3, bias), (packed[0], packed[1], across, bias)):
         assert equal(gradients(attend(), given), gradients(attend(), [t.contiguous() for t in given]))
+
+
+@pytest.mark.parametrize("across", [torch.randn(2, 3, S, 2, 16).transpose(2, 3),
+                                    torch.randn(1, 1, 2, S, 16).expand(2, 3, -1, -1, -1)])
+def test_saved_tensors_may_come_back_contiguous(across):
+    given = *[across] * 3, torch.randn(2, 1, 2, S, S)
+    with packed_anew():
+        found = gradients(attend(), given)
+    assert equal(found, gradients(attend(), given))
 
 
 def test_lengths_of_keys():

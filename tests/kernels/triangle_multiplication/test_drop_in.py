@@ -5,7 +5,7 @@ import torch
 from fusion_lab.kernels import calls
 from fusion_lab.kernels.triangle_multiplication import drop_in
 from tests.kernels.problems import multiplication_from_python as problem
-from tests.kernels.rule import violations
+from tests.kernels.rule import equal, gradients, packed_anew, violations
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 update = drop_in.triangle_multiplicative_update
@@ -27,6 +27,17 @@ def test_weights_may_have_another_dtype_than_x(c):
     out = ours(x, *mixed)
     assert torch.allclose(out, ours(x, *(w.float() for w in mixed)), atol=1e-5) and out.dtype == torch.float32
     assert all(g.dtype == torch.bfloat16 for g in torch.autograd.grad(out.sum(), mixed))
+
+
+def test_saved_tensors_may_come_back_contiguous():
+    _, _, tensors = problem(torch.float32, 5)
+    mask = torch.eye(5).cumsum(0)[None].mT
+
+    def ours(x, *weights):
+        return update(x, "outgoing", mask, *weights)
+    with packed_anew():
+        found = gradients(ours, tensors)
+    assert equal(found, gradients(ours, tensors))
 
 
 def by_hand(x, direction, mask, norms, p_in, g_in, p_out, g_out):
