@@ -740,14 +740,14 @@ def train(program, settings, compare_with=None):
             losses, times = run_steps(trainer, source, profiling, findings, metrics, stop)
 
         # Write the summary before the last evaluation, which may fail, and again with it; say how it ended
-        result = summary.summarise(trainer, findings, losses, profiling.undisturbed(times))
+        result = summary.summarise(trainer, findings, losses, profiling.undisturbed(times), stop.signal)
         path = summary.write(trainer, result)
         evaluate(trainer, source, metrics, stop, print, final=True)
         signal = world.agreed_signal(stop)
         summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
         peak = result["performance_summary"]["peak_memory_mb"]
         analysis = write_analysis(trainer, findings, times, peak, profiling)
-        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], signal)
+        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(signal), analysis], signal)
         if world.first:
             with trainer.averaged():
                 source.finish(trainer, metrics.by_step)  # last words and pictures

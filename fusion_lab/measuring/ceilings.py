@@ -56,11 +56,6 @@ def dtype_name(dtype):
     return dtype and str(dtype).removeprefix("torch.")
 
 
-def element_bytes(training):
-    """Size of an activation's element in this run's precision."""
-    return 2 if training.use_amp else 4
-
-
 def ceiling_line(ceilings):
     """measure_ceilings() in one line."""
     return (f"Ceilings, measured here: copy {ceilings['copy_bytes_per_s'] / 1e9:.1f} GB/s; matrix product in "

@@ -51,7 +51,7 @@ class Row:
     fusion_config: dict
     reason: str | None = None  # why it was not measured
     not_used: list = field(default_factory=list)  # why switches that are on change nothing here
-    lost_kernels: str | None = None  # why its launches were not counted
+    uncounted: str | None = None  # why its launches were not counted
     step_times: list = field(default_factory=list)  # one a round
     baseline_step_times: list = field(default_factory=list)  # of the baseline that took turns with it
     median_batch_time: float | None = None
@@ -176,7 +176,7 @@ class Candidate:
         if variant.reason or not rounds:
             return not_measured(variant, variant.reason or INTERRUPTED)
         row = Row(variant.name, asdict(fusion), not_used=list(variant.not_used),
-                  lost_kernels=self.counts.lost_kernels)
+                  uncounted=self.counts.uncounted)
         phases = self.timer.seconds()[:rounds]
         steps, before = phases.sum(axis=1), baseline.timer.seconds()[:rounds].sum(axis=1)
         counts = self.counts
@@ -255,8 +255,8 @@ def compare_apart(program, words, directory, request, seconds=math.inf, patience
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     # whoever pressed Ctrl-C waits for us
                     process.wait(min(patience, 0.5) if request.signal else patience)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # no such group: it has left no process of its own
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         errors.seek(0)
         reason = why(process.returncode, errors.read(), program.name)

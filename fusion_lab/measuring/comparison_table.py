@@ -125,7 +125,7 @@ def below(found):
              if row.measured and row.baseline_step_times != rows[0].step_times[:len(row.step_times)]]
     lines += [f"{row.name} ran in a process of its own, in which the baseline took "
               f"{1e3 * row.baseline_batch_time:.2f} ms a step" for row in apart]
-    lines += [f"Launches of {row.name}: {row.lost_kernels}" for row in rows if row.lost_kernels]
+    lines += [f"Launches of {row.name}: {row.uncounted}" for row in rows if row.uncounted]
     not_used = dict.fromkeys(text for row in rows if row.measured for text in row.not_used)
     if not_used:
         lines.append(f"Not used here: {'; '.join(not_used)}")

@@ -8,6 +8,7 @@ import torch
 
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.tables import aligned
+from fusion_lab.measuring.variants import at_work
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import MEGABYTE
@@ -64,14 +65,16 @@ def clipped_step(loss, model, optimizer):
 
 def ours(program, settings, device, amp, switches):
     """{name: what makes a trainer}, of {name: switches beside the defaults, None for the baseline}; without
-    those that are of no use here."""
-    found = {}
+    those that run like an earlier one here."""
+    found, known = {}, set()
     for name, given in switches.items():
         kind = program.fusion_config
         fusion = kind.preset(False) if given is None else replace(
             kind(), **dict.fromkeys(given, True), enable_master_weights=amp is not None)
         chosen = replace(settings, fusion=fusion)
-        if not chosen.idle(device.type == "cuda"):
+        runs = at_work(chosen, device.type == "cuda")
+        if runs not in known:
+            known.add(runs)
             found[name] = partial(program.trainer, program, chosen, device)
     return found
 

@@ -53,10 +53,10 @@ class Metrics:
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from None
 
-    def draw(self):
-        """Path of the learning curve of all steps in the file, a PNG; None where that cannot be made. A
-        picture never ends a run."""
-        if not self.writes or importlib.util.find_spec("matplotlib") is None:
+    def draw(self, interrupted=None):
+        """Path of the learning curve of all steps in the file, a PNG; None where that cannot be made, and
+        after an interruption, since it takes seconds. A picture never ends a run."""
+        if interrupted or not self.writes or importlib.util.find_spec("matplotlib") is None:
             return None
         with spared(CURVE):
             return self.picture(require_matplotlib())

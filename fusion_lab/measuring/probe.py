@@ -27,7 +27,7 @@ class Findings:
     first_step_time: float | None = None  # s, compilation included
     peak_memory_mb: float | None = None  # of a step by itself, where somebody measured that
     graph_kernels: int | None = None  # that a replay of the step's graph runs
-    lost_kernels: str | None = None  # why launches could not be counted
+    uncounted: str | None = None  # why launches could not be counted
     launches_by_range: dict | None = None  # by (sub-layer or "rest", direction or phase), on a CPU
 
     @property
@@ -53,7 +53,7 @@ def probe(trainer, batch, count_launches=True):
         recorded = len(gpu_kernels(lambda: trainer.step(batch)))
         found.launches = recorded if recorded >= (found.graph_kernels or 1) else None
         if found.launches is None:
-            found.lost_kernels = (f"the profiler recorded {recorded} of {found.graph_kernels or 'its'} "
+            found.uncounted = (f"the profiler recorded {recorded} of {found.graph_kernels or 'its'} "
                                   f"kernels. {GRAPHS if recorded else BLIND}")
     return found
 
@@ -108,8 +108,8 @@ def warm_up(trainer, source, stop=None):
             times.append(time.perf_counter() - started)
         # an outer profiler cannot share the GPU with the one that counts launches
         found = probe(trainer, batch, not trainer.settings.profiler.enable_rocm_profiling)
-    if found.lost_kernels:
-        print(f"Launches of a step: {found.lost_kernels}")
+    if found.uncounted:
+        print(f"Launches of a step: {found.uncounted}")
     return replace(found, warmup_time=sum(times), first_step_time=times[0] if times else None)
 
 

@@ -17,9 +17,9 @@ from fusion_lab.training.machine import system_info
 from fusion_lab.training.reporting import print_result
 
 
-def summarise(trainer, found, losses, times):
+def summarise(trainer, found, losses, times, interrupted=None):
     """The content of performance_summary_*.json: found, a run's Findings; losses; times (steps, 4) in s for
-    data, forward, backward, optimizer."""
+    data, forward, backward, optimizer. An interrupted run ends without measuring the device's ceiling."""
     settings, device, program, ranks = trainer.settings, trainer.device, trainer.program, trainer.world.size
     batch_size = settings.training.batch_size * ranks
     peak = peak_megabytes(device, found)  # before the ceiling's matrices are allocated
@@ -31,8 +31,10 @@ def summarise(trainer, found, losses, times):
         launch_kind=launch_kind(device), graph_kernels=found.graph_kernels, flops_per_step=found.flops)
     median = performance["median_batch_time"]
     achieved = median and found.flops / median
-    with own_random_numbers(device):
-        ceiling = ceiling_above(achieved, device, trainer.amp_dtype or torch.float32)
+    ceiling = None
+    if not interrupted:
+        with own_random_numbers(device):
+            ceiling = ceiling_above(achieved, device, trainer.amp_dtype or torch.float32)
     performance.update(achieved_tflops=achieved and achieved / 1e12,
                        mfu=achieved and ceiling and achieved / ceiling,
                        matmul_ceiling_tflops=ceiling and ceiling / 1e12)

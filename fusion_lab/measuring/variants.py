@@ -70,6 +70,12 @@ def fusion_named(name, given):
     return turned(whole[BASELINE], name.removeprefix(ONLY).split("+"), True)
 
 
+def at_work(settings, on_gpu):
+    """The fusion config with nothing that is idle here: two settings in which it is equal run alike."""
+    idle, off = settings.fusion.idle(settings, on_gpu), settings.fusion.preset(False)
+    return replace(settings.fusion, **{name: getattr(off, name) for name in idle})
+
+
 def default_names(settings, on_gpu):
     """The usual rows: what is on by default together and one by one, compiled, and on a GPU the presets; the
     command line's own switches if they are none of these."""
@@ -93,9 +99,7 @@ def make_variants(settings, names, on_gpu):
     for name in dict.fromkeys(asked):
         variant = Variant(name, with_fusion(settings, fusion_named(name, settings.fusion)))
         variant.not_used = tuple(variant.settings.idle(on_gpu))
-        used, fusion = variant.settings.in_use(on_gpu), variant.settings.fusion
-        does = replace(fusion, **{switch: switch in used for switch in fusion.names()})
-        if (same := known.setdefault(does, name)) != name:
+        if (same := known.setdefault(at_work(variant.settings, on_gpu), name)) != name:
             variant.reason = "; ".join((f"here it is the same as {same}", *variant.not_used))
         variants.append(variant)
     return variants

@@ -75,7 +75,7 @@ def simulated(monkeypatch, seconds, noise, seed):
             return loss
         candidate.trainer = SimpleNamespace(device=CPU, step=step)
         candidate.counts = SimpleNamespace(peak_memory_mb=1.0, saved_mb=1.0, saved={}, launches=1, flops=1,
-                                           lost_kernels=None)
+                                           uncounted=None)
         candidates.append(candidate)
     ended = alternate(candidates, ["batch"], None, SimpleNamespace(signal=None))
     return [candidate.row(candidates[0]) for candidate in candidates], ended
@@ -192,26 +192,21 @@ def test_a_signal_ends_the_rounds_and_keeps_them(counting):
     assert found.rows[2].reason == compare.INTERRUPTED
 
 
-def test_a_compiled_variant_is_the_same_command_line_in_a_process_of_its_own(monkeypatch):
-    started = []
+def program_of(directory, *lines):
+    """SECOND, whose processes run these lines of Python instead."""
+    script = directory / "program.py"
+    script.write_text("\n".join(["import json, os, sys, time", *lines]))
+    return dataclasses.replace(SECOND, file=str(script))
 
-    class Process:
-        pid, returncode = None, 3  # a number would be some process of this machine
 
-        def __init__(self, command, stderr, **options):
-            started.append(command)
-            stderr.write("note\nprogram: error: it failed\n")
-
-        def poll(self):
-            return 3
-
-        wait = poll
-    monkeypatch.setattr(compare.subprocess, "Popen", Process)
+def test_a_compiled_variant_is_the_same_command_line_in_a_process_of_its_own(tmp_path):
+    program = program_of(tmp_path, f"json.dump(sys.argv[1:], open({str(tmp_path / 'words')!r}, 'w'))",
+                         "sys.exit('note\\nprogram: error: it failed')")
     settings = SETTINGS.having(enable_fused_relu=False, num_steps=9)
     variant = make_variants(settings, "compiled", False)[1]
-    row = compare.measure_apart(SECOND, settings, variant, 4, SimpleNamespace(signal=None))
+    row = compare.measure_apart(program, settings, variant, 4, SimpleNamespace(signal=None))
     assert row.reason == "program: error: it failed" and not row.measured
-    words = started[0][2:]
+    words = json.loads((tmp_path / "words").read_text())
     arguments, again, mode = flags.parse(flags.make_parser(SECOND), SECOND, words)
     assert (mode, arguments.variants, arguments.num_steps) == ("--compare-fusion", "compiled", 4)
     assert again.having(profile_dir=settings.profiler.profile_dir, num_steps=9) == settings
@@ -227,22 +222,21 @@ def test_why_a_process_failed(code, text, reason):
     assert compare.why(code, text, "p") == reason
 
 
-@pytest.mark.parametrize("asked, seconds, reason", [
-    (None, 3, "not done after 3 s"), (signal.SIGINT, 60, compare.CUT_SHORT)])
-def test_a_child_that_is_ended_leaves_no_process_and_says_why(asked, seconds, reason, tmp_path):
-    """By its time limit or a signal; it has a child of its own, as compilers do."""
-    script, pid = tmp_path / "slow.py", tmp_path / "pid"
-    script.write_text("import os, sys, time\n"
-                      "child = os.fork()\n"
-                      "if child: open(sys.argv[2], 'w').write(str(child))\n"
-                      "time.sleep(60)\n")
+@pytest.mark.parametrize("asked, seconds, then, reason", [
+    (None, 3, "time.sleep(60)", "not done after 3 s"),
+    (signal.SIGINT, 60, "time.sleep(60)", compare.CUT_SHORT),
+    (None, 60, "child and os._exit(7); time.sleep(60)", "exit code 7")])
+def test_a_child_that_ends_leaves_no_process_and_says_why(asked, seconds, then, reason, tmp_path):
+    """By its time limit, a signal or itself; it has a child of its own, as compilers do."""
+    pid = tmp_path / "pid"
+    program = program_of(tmp_path, "child = os.fork()",
+                         "if child: print(child, file=open(sys.argv[2], 'w'), flush=True)", then)
 
     class Request:
         signal = property(lambda self: asked if pid.exists() and pid.read_text() else None)
-    program = dataclasses.replace(SECOND, file=str(script))
     found, said = compare.compare_apart(program, [], str(pid), Request(), seconds)
     assert said == reason and not found
-    wait_for(lambda: gone(pid.read_text()))
+    wait_for(lambda: gone(pid.read_text().strip()))
 
 
 def test_a_child_that_was_ended_early_gives_no_row(monkeypatch):
@@ -331,7 +325,7 @@ def test_headlines_name_their_row_and_divide_by_its_own_baseline():
 
 
 def test_below_the_table():
-    rows = [*ROWS[:-1], dataclasses.replace(ROWS[4], lost_kernels="3 of 5 kernels")]
+    rows = [*ROWS[:-1], dataclasses.replace(ROWS[4], uncounted="3 of 5 kernels")]
     lines = below(Comparison(dict(nominal=None, launch_kind="cpu_ops"), [], rows, "9 rounds"))
     assert lines[0] == "Steps in turn: 9 rounds" and "1250.00 ms" in lines[1]
     assert lines[2:4] == ["Launches of only-c: 3 of 5 kernels", "Not used here: x needs y"]

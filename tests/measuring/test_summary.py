@@ -1,6 +1,9 @@
 """The figures of a training run by a clock made by hand: its summary, its step lines, its comparison."""
 import json
+import os
+import signal
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,6 +56,20 @@ def test_a_run_by_hand(monkeypatch, tmp_path, capsys):
     assert {key: figures[key] for key in expected} == pytest.approx(expected)
     assert figures["launch_kind"] == "cpu_ops" and figures["launches_per_step"] > 20
     assert result["training_params"]["amp_dtype"] is None and result["version"] == "mlp"
+
+
+def test_nobody_waits_for_a_ceiling_or_a_picture_after_ctrl_c(monkeypatch, tmp_path, capsys):
+    class Interrupted(SECOND.trainer):
+        def step(self, *arguments):
+            if self.step_number == 2:
+                signal.raise_signal(signal.SIGINT)
+            return super().step(*arguments)
+    monkeypatch.setattr(summary, "matmul_ceiling", lambda *_: pytest.fail("measured"))
+    settings = SECOND.settings(width=8, device="cpu", warmup_steps=0, profile_dir=str(tmp_path))
+    assert tof.train(replace(SECOND, trainer=Interrupted), settings) == 130
+    figures = last_json(capsys.readouterr().out)["performance_summary"]
+    assert figures["mfu"] is None and figures["achieved_tflops"] > 0
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "performance_summary_mlp.json"]
 
 
 def test_people_on_a_terminal_get_milliseconds_and_programs_json(monkeypatch, capsys):

@@ -77,6 +77,12 @@ def test_what_does_nothing_here_says_why_and_presets_leave_it_out():
     assert "enable_torch_compile" in used and not {"enable_cuda_graphs", "enable_master_weights"} & {*used}
 
 
+def test_a_field_that_is_no_switch_and_does_nothing_makes_no_variant():
+    idle = SETTINGS.having(torch_compile_mode="reduce-overhead", enable_triton_adamw=True)
+    given = make_variants(idle, "fused given", True)[-1]
+    assert given.reason.startswith("here it is the same as fused; ")
+
+
 def test_a_switch_that_needs_mixed_precision_is_in_use_beside_it():
     alone = replace(PLAIN, enable_master_weights=True)
     assert with_fusion(BF16, alone).in_use(False) == ["enable_master_weights"]

@@ -24,7 +24,7 @@ REMARK = re.compile(r"fall\w*[ -]?back|fell back|not measured|not used here|give
 SETTINGS = {"config", "training_params", "fusion_config", "profiler_config", "system_info", "settings",
             "study", "machine"}  # what was asked for, and where: null means that it was not
 NULL = {  # figures that may be null, and why
-    "reason": "nothing stands in the way", "lost_kernels": "none was lost",
+    "reason": "nothing stands in the way", "uncounted": "launches were counted",
     "nominal": "of programs without a count that users know", "fusion_statistics": "the same",
     "mfu": "of a step that beats its ceiling: the machine was busy", "matmul_ceiling_tflops": "the same",
     "p_l2_long": "of proteins with no such pair",

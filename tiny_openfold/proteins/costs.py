@@ -6,17 +6,17 @@ hidden tensors on the chip and compute them again in backward. `pair` is one pas
 one over the MSA tensor. Real kernels move 4 to 6 times as much, which is what fusion is about. A tensor that
 stays in a cache can be faster than this bound: at small sizes, look at the launches instead.
 """
-from fusion_lab.measuring.ceilings import element_bytes
 from fusion_lab.training.program import Cost
 from tiny_openfold.proteins.files import TOKENS
 
 DISTANCE_BINS = 64
+ELEMENT = {False: 4, True: 2}  # bytes of an activation's, by whether precision is mixed
 
 
 def costs(config, fusion, training):
     """{sub-layer: Cost} of all blocks for a whole batch, and under "heads" what a step runs once beside the
     blocks. Bytes are for the precision of the training; those of the heads are small and left out."""
-    element, b, n, s = element_bytes(training), training.batch_size, config.num_seqs, config.seq_len
+    element, b, n, s = ELEMENT[training.use_amp], training.batch_size, config.num_seqs, config.seq_len
     cm, cz, h = config.msa_dim, config.pair_dim, config.outer_product_dim
     m, p = b * n * s, b * s * s  # positions of the MSA tensor and of the pair tensor
     msa, pair, hidden = m * cm * element, p * cz * element, m * h * element
@@ -47,7 +47,7 @@ def least_bytes(settings):
     tensors are 1.3 to 2.5 times as large, a CPU process up to 4 times: 30 pair tensors and 10 MSA tensors are
     less than the leanest kernels keep of some 60 and 25."""
     c, fusion, training = settings.model, settings.fusion, settings.training
-    element, samples = element_bytes(training), training.batch_size * c.seq_len
+    element, samples = ELEMENT[training.use_amp], training.batch_size * c.seq_len
     pair, msa = samples * c.seq_len * c.pair_dim * element, samples * c.num_seqs * c.msa_dim * element
     weights = 18 * c.msa_dim ** 2 + 30 * c.pair_dim ** 2 + c.outer_product_dim ** 2 * c.pair_dim
     lean = fusion.enable_activation_checkpointing or fusion.enable_selective_checkpointing
