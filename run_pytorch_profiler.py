@@ -19,7 +19,7 @@ from fusion_lab.profiler.several import SUMMARY, V1_COMPARISON, ablation, compar
 from fusion_lab.training import reporting, torchrun
 from fusion_lab.training.files import claim, exit_code, finite
 from fusion_lab.training.flags import named_program
-from fusion_lab.training.machine import choose_device
+from fusion_lab.training.machine import choose_device, require_memory
 from fusion_lab.training.program import load_program
 from tiny_openfold_v2 import train
 
@@ -51,7 +51,7 @@ def earlier_session(arguments, profiler):
 def sessions(program, settings, arguments):
     """The session or sessions that are asked for; returns the content and the path of their main file."""
     earlier = earlier_session(arguments, settings.profiler)
-    choose_device(settings.training.device)
+    require_memory(program, choose_device(settings.training.device), settings)  # before anything is moved
     directory = results_directory(arguments, settings.profiler)
     options = dict(train=train, roofline=arguments.roofline)
     rounds = getattr(arguments, "num_steps", None)

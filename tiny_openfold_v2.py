@@ -613,7 +613,8 @@ class Trainer:
         self.weights = optimized_weights(self.model, low, world, fusion.enable_triton_adamw)
         self.use_graph, self.graph = fusion.enable_cuda_graphs and device.type == "cuda", None
         self.optimizer = recipe.optimizer(self.weights, self.training, self.use_graph)
-        self.average = recipe.average(self.weights, self.training.ema_decay)  # None without --ema-decay
+        decay = self.training.ema_decay
+        self.average = recipe.Average(self.weights, decay) if decay else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
         self.gradient_norm = torch.zeros((), device=device)  # of the last step, before clipping
 
@@ -784,9 +785,8 @@ def run(argv=None, program=PROGRAM):
     if mode != "--validate-setup":  # which takes a small model
         require_memory(program, device, settings)
     settings.claim_directory()  # after these: what is refused moves no earlier results
-    lab = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
-           "--retune": retune.retune}
-    return lab[mode](program, settings)
+    return {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
+            "--retune": retune.retune}[mode](program, settings)
 
 
 def main(argv=None, program=PROGRAM):

@@ -102,7 +102,7 @@ class Backbones(Data):
         return batch_of(np.random.default_rng(0), found, self.config.neighbors, present,
                         chain=np.arange(length) >= length // 2)
 
-    def evaluate(self, trainer, stop, final=False):
+    def evaluate(self, trainer, stop):
         """Each residue held out is predicted from the backbone and the native residues before it in a random
         order."""
         total = torch.zeros(3, dtype=torch.float64)

@@ -91,7 +91,7 @@ class Bytes(Data):
         targets[-1, targets.shape[1] // 2:] = -100
         return dict(ids=ids[:, :-1], targets=targets)
 
-    def evaluate(self, trainer, stop, final=False):
+    def evaluate(self, trainer, stop):
         """Bits per byte of as many windows as the model was trained on, up to MOST_WINDOWS: a short run is
         not kept waiting."""
         most = min(MOST_WINDOWS, max(1, trainer.step_number) * trainer.training.batch_size)

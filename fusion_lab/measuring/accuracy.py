@@ -182,7 +182,8 @@ def validate_setup(program, settings):
     print(f"   Five training steps: loss {losses[0]:.4f} -> {losses[-1]:.4f} {'ok' if falls else 'FAIL'}")
     if not falls:
         reasons.append(f"loss did not fall in five steps on one batch: {losses[0]:.4f} -> {losses[-1]:.4f}")
-    missing = [name for name, square in optimizer_state(trainer, "exp_avg_sq").items() if not square.any()]
+    squares = trainer.weights.named(optimizer_state(trainer, "exp_avg_sq"))
+    missing = [name for name, square in squares.items() if not square.any()]
     if missing:
         reasons.append(f"parameters without a gradient: {', '.join(missing[:3])}")
     if not for_people(settings):

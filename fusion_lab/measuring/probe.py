@@ -36,12 +36,11 @@ class Findings:
 
 
 def probe(trainer, batch, count_launches=True):
-    """Findings about one step, of a trainer that has made one or makes one here: it allocates what stays,
-    compiles, captures. On a CPU, where no compiled code hides them, every operation of a step is counted."""
+    """Findings about one step, after one that allocates what stays, compiles and captures. On a CPU, where no
+    compiled code hides them, every operation of a step is counted."""
     model, on_gpu = trainer.model, trainer.device.type == "cuda"
     found = Findings({}, sum(flops_by_sublayer(trainer.program, trainer.settings, batch).values()))
-    if not trainer.optimizer.state:
-        trainer.step(batch)
+    trainer.step(batch)
     if operations_are_seen(trainer):
         count_a_step(trainer, batch, found)
         return found

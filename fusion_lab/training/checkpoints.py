@@ -13,7 +13,6 @@ from fusion_lab.training.files import (
     UserError,
     claim_file,
     printable,
-    require_file,
     set_aside,
     write_atomically,
 )
@@ -43,9 +42,8 @@ def unpacked(model, tensors):
 
 
 def optimizer_state(trainer, kind):
-    """{parameter name: its tensor of this kind in the optimizer}, zeros where there was no gradient yet."""
-    state, weights = trainer.optimizer.state, trainer.weights
-    return weights.named([state[p][kind] if p in state else torch.zeros_like(p) for p in weights.tensors])
+    """The optimizer's tensors of this kind, in the form of trainer.weights.tensors."""
+    return [trainer.optimizer.state[p][kind] for p in trainer.weights.tensors]
 
 
 # --- Writing ------------------------------------------------------------------------------------------------
@@ -53,13 +51,10 @@ def optimizer_state(trainer, kind):
 
 def snapshot(trainer):
     """Everything a run needs to continue. Raises UserError if a weight or a moment is not finite."""
-    state, average, weights = trainer.optimizer.state, trainer.average, trainer.weights
-    kinds = {"model": weights.named(weights.tensors)}
-    if state:
-        kinds |= {kind: optimizer_state(trainer, kind) for kind in MOMENTS}
-    if average:
-        kinds["average"] = weights.named(average.tensors)
-    kinds = {kind: unpacked(trainer.model, {name: tensor.detach() for name, tensor in tensors.items()})
+    average, weights = trainer.average, trainer.weights
+    kinds = dict({kind: optimizer_state(trainer, kind) for kind in MOMENTS}, model=weights.tensors,
+                 **dict(average=average.tensors) if average else {})
+    kinds = {kind: unpacked(trainer.model, weights.named([tensor.detach() for tensor in tensors]))
              for kind, tensors in kinds.items()}
     for kind, tensors in kinds.items():
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
@@ -67,10 +62,10 @@ def snapshot(trainer):
     rng = dict(cpu=torch.get_rng_state())
     if trainer.device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(trainer.device)
-    updates = next((s["step"].item() for s in state.values()), 0.0)  # a scaler skips some
+    updates = max(step.item() for step in optimizer_state(trainer, "step"))  # a scaler skips some
     return dict(format=format_of(trainer.program), config=asdict(trainer.settings.model),
                 training=dict(asdict(trainer.training), ranks=trainer.world.size), step=trainer.step_number,
-                moments={kind: kinds.pop(kind) for kind in MOMENTS if kind in kinds},
+                moments={kind: kinds.pop(kind) for kind in MOMENTS},
                 updates=updates, scaler=trainer.scaler.state_dict(), rng=rng, best=dict(trainer.best),
                 averaged_steps=average.steps if average else 0, gradient_norm=trainer.gradient_norm.item(),
                 trained_on=sorted(trainer.trained_on), sequences=trainer.sequences,
@@ -83,15 +78,13 @@ def save(trainer, path):
         write_atomically(path, partial(torch.save, snapshot(trainer)))
 
 
-OTHER_RESULTS = (".json", ".jsonl", ".png", ".tsv")  # of a run
-
-
 def claim_outputs(trainer, resumed):
     """Make the run's directory and the files that it saves into its own, or raise UserError now rather than
     after hours of training. A run that is resumed in its own directory goes on in it."""
     # Judge, before anything is moved: only a checkpoint of this program may be replaced
-    names = [name for name in ("save_checkpoint", "save_best") if getattr(trainer.training, name)]
-    earlier = {getattr(trainer.training, name): saved_before(trainer, name) for name in names}
+    paths = {flag(name): getattr(trainer.training, name) for name in ("save_checkpoint", "save_best")}
+    earlier = {path: read_saved(path, name, trainer.program) if os.path.lexists(path) else None
+               for name, path in paths.items() if path}
     # Hold: no other run writes there from now on
     trainer.settings.claim_directory(resumed)
     for path in earlier:
@@ -100,22 +93,6 @@ def claim_outputs(trainer, resumed):
     for path, saved in earlier.items():
         if os.path.exists(path) and not continues(trainer, path, saved):
             print(f"{path} held a checkpoint of an earlier run, which is in {set_aside(path)} now")
-
-
-def saved_before(trainer, name):
-    """The checkpoint in the file that a field names to save into, None where there is no file."""
-    path = getattr(trainer.training, name)
-    if path.endswith(OTHER_RESULTS):
-        raise UserError(f"{flag(name)} {path}: so this run names other results; give it a name in .pt")
-    if not os.path.lexists(path):
-        return None
-    try:
-        saved = read_saved(path, flag(name))
-    except UserError:
-        saved = None
-    if not isinstance(saved, dict) or saved.get("format") != format_of(trainer.program):
-        raise UserError(f"{flag(name)} {path}: holds something else than a checkpoint; name another file")
-    return saved
 
 
 def continues(trainer, path, saved):
@@ -127,13 +104,12 @@ def continues(trainer, path, saved):
 
 # --- Reading ------------------------------------------------------------------------------------------------
 
-def read_saved(path, what):
-    """What torch.save() wrote, tensors and plain values. torch.load() looks at no checksum, and takes for a
-    directory what one wrong bit calls one, so the entries of the zip file are checked first. Neither packed
-    entries nor a view of few numbers may ask for more memory than the file has bytes. Raises UserError, which
-    begins with what the file should be."""
+def read_saved(path, what, program, *kinds):
+    """The dict, tensors and plain values, in a checkpoint of a program or in its file of another of these
+    kinds. torch.load() looks at no checksum, and takes for a directory what one wrong bit calls one, so the
+    entries of the zip file are checked first. Neither packed entries nor a view of few numbers may ask for
+    more memory than the file has bytes. Raises UserError, which begins with what the file should be."""
     try:
-        require_file(path)
         with zipfile.ZipFile(path) as entries:
             listed = entries.infolist()
             sound = (sum(e.file_size for e in listed) <= os.path.getsize(path) and entries.testzip() is None
@@ -147,15 +123,16 @@ def read_saved(path, what):
         sound = False
     if not sound:
         raise UserError(f"{what} {path}: damaged, or something else")
+    kinds = ("checkpoint", *kinds)
+    if not isinstance(saved, dict) or saved.get("format") not in [format_of(program, kind) for kind in kinds]:
+        raise UserError(f"{what} {path}: no {' and no '.join(kinds)} of {program.name}")
     return saved
 
 
 def read_checkpoint(path, program, config):
     """The dict in a checkpoint of a program whose model has this config; UserError if the file cannot be
     read, is damaged, foreign or of another model."""
-    saved = read_saved(path, "checkpoint")
-    if not isinstance(saved, dict) or saved.get("format") != format_of(program):
-        raise UserError(f"checkpoint {path}: not a checkpoint of this program")
+    saved = read_saved(path, "checkpoint", program)
     try:
         made = saved_config(saved, program)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -205,12 +182,10 @@ def restore(trainer, path):
             trainer.average.steps = saved.get("averaged_steps", 0)
             kept = packed(trainer, saved.get("average", saved["model"]))
             torch._foreach_copy_(trainer.average.tensors, kept)
-        state, moments = trainer.optimizer.state_dict(), dict(saved["moments"])
-        moments = {kind: packed(trainer, moments[kind]) for kind in MOMENTS if moments}
-        state["state"] = {i: dict(step=torch.tensor(saved["updates"]),
-                                  **{kind: tensors[i] for kind, tensors in moments.items()})
-                          for i in range(len(trainer.weights.tensors))} if moments else {}
-        trainer.optimizer.load_state_dict(state)
+        for kind in MOMENTS if dict(saved["moments"]) else ():  # one of no steps has none
+            torch._foreach_copy_(optimizer_state(trainer, kind), packed(trainer, saved["moments"][kind]))
+        for step in optimizer_state(trainer, "step"):
+            step.fill_(saved["updates"])
         if saved["scaler"]:
             trainer.scaler.load_state_dict(saved["scaler"])
         torch.set_rng_state(saved["rng"]["cpu"])
@@ -219,13 +194,19 @@ def restore(trainer, path):
         trainer.step_number = int(saved["step"])
         trainer.best = {**trainer.best, **saved.get("best", {})}  # older ones have none
         trainer.gradient_norm.fill_(saved.get("gradient_norm", 0.0))
-        trainer.trained_on, trainer.chosen_by = set(saved["trained_on"]), set(saved.get("chosen_by", ()))
-        trainer.sequences = dict(saved.get("sequences", {}))
+        remember(trainer, saved)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         words = printable(error).strip()[:200]
         raise UserError(f"checkpoint {path}: damaged, or of another version ({words})") from None
     trainer.world.reseed(trainer.training.seed, saved["step"])
     return saved
+
+
+def remember(trainer, saved):
+    """Tell the trainer what the weights in a file have seen."""
+    trainer.trained_on, trainer.chosen_by = (set(saved.get(name) or ()) for name in
+                                             ("trained_on", "chosen_by"))
+    trainer.sequences = dict(saved.get("sequences") or {})
 
 
 def load_run(trainer, path, source):
@@ -271,10 +252,9 @@ def preserving(trainer):
     """Whatever runs within leaves weights, their average, optimizer, scaler and random numbers as they
     were. The copies lie on the host: a CUDA graph is captured within, and its peak is without them."""
     averaged = trainer.average.tensors if trainer.average else ()
-    kept = [*trainer.weights.tensors, *averaged, trainer.gradient_norm]
+    kept = [*trainer.weights.tensors, *averaged, trainer.gradient_norm,
+            *(tensor for kind in ("step", *MOMENTS) for tensor in optimizer_state(trainer, kind))]
     copies = [p.detach().to("cpu", copy=True) for p in kept]
-    moments = {p: {key: tensor.to("cpu", copy=True) for key, tensor in state.items()}
-               for p, state in trainer.optimizer.state.items()}
     scaler, averaged_steps = trainer.scaler.state_dict(), trainer.average and trainer.average.steps
     try:
         with torch.random.fork_rng(devices=[trainer.device] if trainer.device.type == "cuda" else []):
@@ -282,9 +262,6 @@ def preserving(trainer):
     finally:
         with torch.no_grad():  # in place, because a captured graph knows these tensors by address
             torch._foreach_copy_(kept, copies)
-            for p, state in trainer.optimizer.state.items():
-                for key, tensor in state.items():
-                    tensor.copy_(moments[p][key]) if p in moments else tensor.zero_()
         if trainer.average:
             trainer.average.steps = averaged_steps
         trainer.weights.publish()

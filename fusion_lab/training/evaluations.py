@@ -35,14 +35,19 @@ def own_random_numbers(device):
 
 def evaluate(trainer, source, metrics, stop, say, final=False):
     """Evaluate the weights of this step, averaged if they are, and say(a line). What is better than all
-    before goes into --save-best. A signal prevents it, or ends it early; then it counts for nothing."""
+    before goes into --save-best. A signal prevents it, or ends it early; then it counts for nothing. The
+    final evaluation is the last one where that was of the same weights, as after --early-stopping."""
+    if final and trainer.step_number in metrics.by_step:
+        metrics.by_step["final"] = metrics.by_step[trainer.step_number]
+        return
     with trainer.averaged(), own_random_numbers(trainer.device):
         found, interrupted = trainer.world.from_first(
-            lambda: (None if stop.signal else source.evaluate(trainer, stop, final), stop.signal))
+            lambda: (None if stop.signal else source.evaluate(trainer, stop), stop.signal))
     if found is None:
         return
     if interrupted:
-        return say(f"Interrupted in the evaluation after step {trainer.step_number}")
+        say(f"Interrupted in the evaluation after step {trainer.step_number}")
+        return
     say(found.line)
     metrics.evaluation(trainer.step_number, found, final)
     best, training = trainer.best, trainer.training

@@ -20,14 +20,11 @@ class SavedModel:
 def read_model(path, program):
     """The SavedModel of a model file or of a checkpoint of a program, made under any switches. UserError if
     the file cannot be read, is damaged or foreign."""
-    saved = checkpoints.read_saved(path, "model")
-    kind = saved.get("format") if isinstance(saved, dict) else None
-    if kind == checkpoints.format_of(program):
+    saved = checkpoints.read_saved(path, "model", program, "model")
+    if saved["format"] == checkpoints.format_of(program):
         saved = {**saved, "card": {name: saved.get(name) for name in
                                    ("step", "trained_on", "sequences", "chosen_by")},
                  "model": saved.get("average", saved["model"])}
-    elif kind != checkpoints.format_of(program, "model"):
-        raise UserError(f"model {path}: neither a model file nor a checkpoint of {program.name}")
     try:
         config = checkpoints.saved_config(saved, program)
         weights = {name: weight.float() for name, weight in saved["model"].items()}
@@ -50,10 +47,9 @@ def load_weights(trainer, path, source):
     checkpoints.refuse_other_sizes(saved.config, trainer.settings.model, f"--init-from {path}")
     checkpoints.refuse_leaks(saved.card, source, f"--init-from {path}")
     trainer.weights.put(checkpoints.packed(trainer, saved.weights))
-    trainer.average = recipe.average(trainer.weights, trainer.training.ema_decay)
-    trainer.trained_on, trainer.chosen_by = (set(saved.card.get(name) or ()) for name in
-                                             ("trained_on", "chosen_by"))
-    trainer.sequences = dict(saved.card.get("sequences") or {})
+    if trainer.average:
+        trainer.average = recipe.Average(trainer.weights, trainer.average.decay)
+    checkpoints.remember(trainer, saved.card)
     print(f"Begins with the weights of {path}")
 
 

@@ -82,7 +82,7 @@ class Data:
         """A batch in which every mask masks something."""
         return self.batch(0)
 
-    def evaluate(self, trainer, stop, final=False):
+    def evaluate(self, trainer, stop):
         """An Evaluation of the trainer's weights; None: there is nothing to evaluate. Ends early once
         stop.signal is set."""
 

@@ -17,10 +17,15 @@ def learning_rate(training, step):
 
 
 def optimizer(weights, training, graphs):
-    """AdamW of the weights; a CUDA graph reads its rate from a tensor."""
+    """AdamW of the weights, which has all of its state from the start, so that it can be kept and restored in
+    place; a CUDA graph reads its rate from a tensor."""
     rate = training.learning_rate
     rate = torch.tensor(rate, device=weights.tensors[0].device) if graphs else rate
-    return weights.optimizer(lr=rate, fused=True, capturable=graphs, weight_decay=training.weight_decay)
+    adamw = weights.optimizer(lr=rate, fused=True, capturable=graphs, weight_decay=training.weight_decay)
+    for p in weights.tensors:
+        adamw.state[p].update(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
+                              exp_avg_sq=torch.zeros_like(p))
+    return adamw
 
 
 def set_learning_rate(optimizer, rate):
@@ -30,11 +35,6 @@ def set_learning_rate(optimizer, rate):
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-
-
-def average(weights, decay):
-    """The Average of weights, or None for a decay of 0."""
-    return Average(weights, decay) if decay else None
 
 
 class Average:

@@ -143,13 +143,13 @@ def flags_of(**values):
 
 def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
     """A run of the program with a clock whose step n takes 1, 2, 3 and 4 n² ms in its phases. Returns its
-    exit code, its step lines, its summary, its metrics and what was called: evaluations (step, final), saved
-    steps."""
+    exit code, its step lines, its summary, its metrics and what was called: evaluated and
+    saved steps."""
     calls = dict(evaluate=[], saved=[])
 
     class Watched(SyntheticProteins):
-        def evaluate(self, trainer, stop, final=False):
-            calls["evaluate"].append((trainer.step_number, final))
+        def evaluate(self, trainer, stop):
+            calls["evaluate"].append(trainer.step_number)
             if trainer.step_number == interrupt_at:
                 os.kill(os.getpid(), signal.SIGINT)
             return Evaluation("evaluated", dict(score=0.5))
@@ -187,7 +187,7 @@ def test_a_run_step_by_step(tmp_path, monkeypatch, capsys):
     assert performance["total_samples"] == 12 and performance["median_batch_time"] == pytest.approx(0.125)
     assert list(result["evaluation"]) == ["3", "final"]
     assert [(e["step"], e["evaluation"]) for e in evaluations] == [(3, dict(score=0.5)), (6, dict(score=0.5))]
-    assert calls == dict(evaluate=[(3, False), (6, True)], saved=[2, 4, 6])
+    assert calls == dict(evaluate=[3, 6], saved=[2, 4, 6])
 
 
 def test_a_resumed_and_interrupted_run_step_by_step(tmp_path, monkeypatch, capsys):
@@ -198,7 +198,7 @@ def test_a_resumed_and_interrupted_run_step_by_step(tmp_path, monkeypatch, capsy
     assert code == 128 + signal.SIGINT and [line[0] for line in lines] == ["Step   6/20"]
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert result["performance_summary"]["total_samples"] == 6
-    assert calls == dict(evaluate=[(4, False), (6, False)], saved=[6])
+    assert calls == dict(evaluate=[4, 6], saved=[6])
     _, lines, *_ = watched_run(tmp_path, monkeypatch, capsys, num_steps=9, resume=tmp_path / "c.pt")
     assert [line[0] for line in lines] == ["Step   9/9"]
 

@@ -210,7 +210,7 @@ def test_a_new_sublayer_and_a_new_switch_walk_through_a_session(tmp_path, capsys
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--profile-steps", "0"], "--profile-steps"),
+    (["--profile-steps", "0"], "--profile-steps"), (["--seq-len", "300000"], "--seq-len 300000"),
     (["--validate-setup"], "--validate-setup"), (["--compare-with", "nowhere"], "nowhere"),
     (["--baseline", "--ablation"], "--ablation"), (["--program", "nowhere.py"], "nowhere.py"),
     (["--ablation", "--compare-with", "x"], "--compare-with: not with --ablation")])

@@ -97,9 +97,9 @@ def test_a_name_in_any_script_has_its_picture_and_a_failing_one_costs_no_numbers
     assert "for another numpy" in error and error.count("\n") == 1 and (tmp_path / "y.tsv").exists()
 
 
-@pytest.mark.parametrize("evaluated, asked, draws", [(1, None, False), (2, None, True), (2, "maps", False)])
+@pytest.mark.parametrize("evaluated, asked, draws", [(1, False, False), (2, False, True), (2, True, False)])
 def test_the_end_of_a_run_draws_one_protein(evaluated, asked, draws, tmp_path, capsys):
-    """The last one that is held out, if the run was evaluated while it went on and no maps were asked for."""
+    """One that is held out, if the run was evaluated while it went on; all where maps are asked for."""
     pytest.importorskip("matplotlib")
     probability, distances, coords, coord_mask = hairpin()
     batch = dict(target_tokens=torch.arange(14)[None], coords=coords[None], coord_mask=coord_mask[None])
@@ -111,13 +111,13 @@ def test_the_end_of_a_run_draws_one_protein(evaluated, asked, draws, tmp_path, c
         training=iter(()), held_out=iter([("y", dict(batch)), ("x", dict(batch))])))
     trainer = SimpleNamespace(
         model=Model(), device=torch.device("cpu"), step_number=7, sequences={},
-        training=SimpleNamespace(plot_contacts=asked),
+        training=SimpleNamespace(plot_contacts=str(tmp_path) if asked else None),
         settings=SimpleNamespace(profiler=SimpleNamespace(profile_dir=str(tmp_path))))
     (tmp_path / "contacts.tsv").write_text("earlier")
     final = Evaluation("", {}, details=dict(held_out=dict(x=OTHER)))
     contacts.closing(trainer, source, {"final": final, **({3: Evaluation("", {})} if evaluated > 1 else {})})
     assert "chance 38%" in capsys.readouterr().out.splitlines()[-1] and trainer.model.training
-    assert (tmp_path / "contacts.png").exists() is draws
+    assert (tmp_path / "contacts.png").exists() is draws and (tmp_path / "x.png").exists() is asked
     assert [path.read_text() for path in tmp_path.glob("*.old-*")] == ["earlier"] * draws
 
 
@@ -126,7 +126,8 @@ def test_the_end_of_a_run_names_held_out_families_whose_relatives_it_learned_fro
     own, other = (files._letters(rng.integers(0, 20, 60)) for _ in range(2))
     proteins = {name: files.Protein(name, files._tokens(letters.encode())[None], None)
                 for name, letters in (("renamed", own), ("new", other))}
-    trainer = SimpleNamespace(step_number=7, sequences=dict(known=[own]))
+    trainer = SimpleNamespace(step_number=7, sequences=dict(known=[own]),
+                              training=SimpleNamespace(plot_contacts=None))
     final = Evaluation("", {}, details=dict(held_out=dict(renamed=OTHER, new=OTHER)))
     contacts.closing(trainer, SimpleNamespace(structure=proteins.get), dict(final=final))
     last = capsys.readouterr().out.splitlines()[-1]

@@ -21,9 +21,10 @@ SCORES = {2: 0.5, 3: 0.1, 4: 0.4, 6: 0.3, 7: 0.95, 8: 0.9, 10: 0.6, 12: 0.8, 14:
 
 class Scored(second_program.Numbers):
     """Has the scores above, draws random numbers meanwhile, and is sent a signal at one step."""
-    chooses, signalled = True, None
+    chooses, signalled, evaluated = True, None, []
 
-    def evaluate(self, trainer, stop, final=False):
+    def evaluate(self, trainer, stop):
+        self.evaluated.append(trainer.step_number)
         torch.rand(3)
         if trainer.step_number == self.signalled:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -39,6 +40,7 @@ def without_pictures(monkeypatch):
 
 def run(directory, *flags, signalled=None):
     data = type("Data", (Scored,), dict(signalled=signalled))
+    Scored.evaluated.clear()
     program = dataclasses.replace(second_program.PROGRAM, data=data)
     return tof.main([*FLAGS, "--profile-dir", str(directory), *map(str, flags)], program)
 
@@ -51,6 +53,7 @@ def test_the_best_weights_are_kept_and_a_run_ends_when_nothing_better_comes(tmp_
     assert best["step"] == 8 and last["step"] == 14 and last["best"] == dict(score=0.9, step=8, since=3)
     steps, evaluations = read_metrics(tmp_path / "r" / "metrics.jsonl")
     assert len(steps) == 14 and [e["step"] for e in evaluations] == [2, 4, 6, 8, 10, 12, 14]
+    assert Scored.evaluated == [2, 4, 6, 8, 10, 12, 14]  # each once
     at_8 = evaluations[3]["evaluation"]["weight"]
     assert next(iter(best["average"].values())).flatten()[0].item() == pytest.approx(at_8)
     said = capsys.readouterr().out

@@ -32,7 +32,7 @@ def test_average_of_weights_by_hand():
     model = nn.Linear(1, 1, bias=False)
     weight = model.weight
     weight.data.zero_()
-    average = recipe.average(Weights(model), 0.5)
+    average = recipe.Average(Weights(model), 0.5)
     expected = 0.0
     for step in range(1, 12):
         weight.data += 1
@@ -42,13 +42,13 @@ def test_average_of_weights_by_hand():
     assert average.tensors[0].item() == pytest.approx(expected, rel=1e-6)
     with average.swapped_in():
         assert weight.item() == pytest.approx(expected, rel=1e-6)
-    assert weight.item() == 11 and recipe.average(Weights(model), 0.0) is None
+    assert weight.item() == 11
 
 
 def test_a_model_of_low_precision_sees_the_average_too():
     model = nn.Linear(1, 1, bias=False)
     model.weight.data.zero_()
-    average = recipe.average(masters := MasterWeights(model, torch.bfloat16), 0.5)
+    average = recipe.Average(masters := MasterWeights(model, torch.bfloat16), 0.5)
     masters.put([masters.flat + 1])
     assert model.weight.item() == 1
     with average.swapped_in():

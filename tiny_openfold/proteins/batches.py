@@ -87,8 +87,8 @@ class Proteins(Data):
             batch["orientations"] = torch.from_numpy(bins).masked_fill(known[..., None] == 0, UNKNOWN)
         return batch
 
-    def evaluate(self, trainer, stop, final=False):
-        return contacts.evaluate(trainer, self, stop, final)
+    def evaluate(self, trainer, stop):
+        return contacts.evaluate(trainer, self, stop)
 
     def finish(self, trainer, evaluations):
         contacts.closing(trainer, self, evaluations)

@@ -73,11 +73,10 @@ def predicted(model, batch, device):
     return tokens, (output["contact_probability"][0], output["distances"][0], coords, coord_mask)
 
 
-def evaluate(trainer, source, stop, final=False):
+def evaluate(trainer, source, stop):
     """An Evaluation: contact_precision() and distance_lddt() by protein, {"training": {name: ...},
-    "held_out": {name: ...}}; its score is that of validation families. A signal in stop ends it early. The
-    final one writes maps of the held-out proteins into --plot-contacts, if that is given."""
-    directory, results = trainer.training.plot_contacts if final else None, {}
+    "held_out": {name: ...}}; its score is that of validation families. A signal in stop ends it early."""
+    results = {}
     with evaluating(trainer.model):
         for group, proteins in source.evaluation().items():
             results[group] = {}
@@ -86,14 +85,11 @@ def evaluate(trainer, source, stop, final=False):
                     break
                 if batch["coord_mask"].sum() <= SEPARATION:
                     continue
-                tokens, arrays = predicted(trainer.model, batch, trainer.device)
-                probability, distances, *known = arrays
+                _, (probability, distances, *known) = predicted(trainer.model, batch, trainer.device)
                 far = contact_precision(probability, *known, LONG_RANGE)["p_l2"]
                 results[group][name] = dict(contact_precision(probability, *known),
                                             p_l2_long=None if math.isnan(far) else far,
                                             lddt=distance_lddt(distances, *known))
-                if directory and group == "held_out":
-                    write_map(os.path.join(directory, name), name, source.structure(name), tokens, arrays)
     validated = results.get("validation")
     return Evaluation(contact_line(results), scores(results), means(validated)["p_l2"] if validated else None,
                       results)
@@ -121,19 +117,18 @@ def contact_line(evaluation):
 
 
 def closing(trainer, source, evaluations):
-    """What the final evaluation says, in a sentence; before it, after a run that was evaluated on its way,
-    the map of one held-out protein as a picture beside its results."""
+    """What the final evaluation says, in a sentence; before it the maps of held-out proteins as pictures: of
+    all in --plot-contacts or else, after a run that was evaluated on its way, of one beside its results."""
     held_out = evaluations["final"].details.get("held_out") if "final" in evaluations else None
     if not held_out:
         return
-    if len(evaluations) > 1 and not trainer.training.plot_contacts and find_spec("matplotlib"):
-        name, batch = next((n, b) for n, b in source.evaluation()["held_out"] if n in held_out)
-        with evaluating(trainer.model):
-            tokens, arrays = predicted(trainer.model, batch, trainer.device)
+    if directory := trainer.training.plot_contacts:
+        write_maps(trainer, source, {name: os.path.join(directory, name) for name in held_out})
+    elif len(evaluations) > 1 and find_spec("matplotlib"):
         path = os.path.join(trainer.settings.profiler.profile_dir, "contacts")
         for suffix in SUFFIXES:
             set_aside(path + suffix)
-        write_map(path, name, source.structure(name), tokens, arrays)
+        write_maps(trainer, source, {next(iter(held_out)): path})
         print(f"A contact map: {path}.png, the numbers {path}.tsv")
     mean = means(held_out)
     print(f"In words: after step {trainer.step_number}, {100 * mean['p_l2']:.0f}% of the residue pairs that "
@@ -144,6 +139,15 @@ def closing(trainer, source, evaluations):
             sequences=trainer.sequences))["trained"]]
         print(f"Of these, {len(kin)} have a relative, by sequence, that it learned from"
               + f": {', '.join(map(printable, kin))}" * bool(kin))
+
+
+def write_maps(trainer, source, paths):
+    """Maps of held-out proteins, {name: path without a suffix}."""
+    with evaluating(trainer.model):
+        for name, batch in source.evaluation()["held_out"]:
+            if name in paths:
+                write_map(paths[name], name, source.structure(name),
+                          *predicted(trainer.model, batch, trainer.device))
 
 
 def require_plots(directory, names):
