@@ -2,13 +2,11 @@
 tests compare the code with itself."""
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training import options
 from fusion_lab.training.models import read_model
 from tests.support import ROOT
 from tiny_openfold.proteins.costs import costs
@@ -237,6 +235,28 @@ def test_dropout_axes_of_every_sub_layer_in_the_block(name, monkeypatch):
 
 # --- Sizes, switches, counts ---------------------------------------------------------------------------
 
+NONE = dict(msa_row_attention=(), msa_column_attention=(), outer_product_mean=(), triangle_mult_outgoing=(),
+            triangle_mult_incoming=(), triangle_attn_starting=(), triangle_attn_ending=())
+MSA = ("msa_row_attention", "msa_column_attention")
+TRIANGLES = ("triangle_attn_starting", "triangle_attn_ending")
+PRODUCTS = ("triangle_mult_outgoing", "triangle_mult_incoming")
+
+
+@pytest.mark.parametrize("switches, packed", [
+    ("", {}), ("qkv_fusion_msa", dict.fromkeys(MSA, ("qkv_proj",))),
+    ("qkv_fusion_triangle", dict.fromkeys(TRIANGLES, ("qkv_proj",))),
+    ("triangle_fusion", dict.fromkeys(PRODUCTS, ("left_right_proj", "left_right_gate"))),
+    ("projection_fusion", dict(outer_product_mean=("left_right_proj",))),
+    ("projection_fusion qkv_fusion_msa qkv_fusion_triangle triangle_fusion", dict(
+        dict.fromkeys((*MSA, *TRIANGLES), ("qkv_gate_proj",)), outer_product_mean=("left_right_proj",),
+        **dict.fromkeys(PRODUCTS, ("left_right_all",))))])
+def test_which_projections_are_one_gemm(switches, packed):
+    fusion = dataclasses.replace(tof.FusionConfig.preset(False), **{
+        f"enable_{name}": True for name in switches.split()})
+    block = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig(), fusion)
+    assert {name: tuple(getattr(block, name).packings) for name in NONE} == {**NONE, **packed}
+
+
 @pytest.mark.parametrize("switches, layers", [
     (dict(enable_triangle_fusion=False), 4), (dict(), 2), (dict(enable_projection_fusion=True), 1)])
 def test_packed_projections_keep_their_names_and_order(switches, layers):
@@ -256,16 +276,6 @@ def test_packed_projections_keep_their_names_and_order(switches, layers):
     assert all(torch.equal(tensor, parts[key]) for key, tensor in module.state_dict().items())
 
 
-def test_the_record_of_the_program():
-    program, kinds = tof.PROGRAM, (tof.TinyOpenFoldConfig, tof.TrainingConfig)
-    assert program.axes == dict(batch_size="B", seq_len="S", num_seqs="N")
-    assert list(tof.FusionConfig.titles()) == [  # in the order in which users grep them
-        "MSA QKV Fusion", "Triangle QKV Fusion", "Flash Attention", "Triangle Gate/Proj Fusion",
-        "Torch Compile"]
-    assert set(program.demo) <= {f.name for kind in kinds for f in dataclasses.fields(kind)}
-    assert set(costs_of()) == {*tof.SUBLAYERS, "heads"}
-
-
 def test_defaults_are_the_documented_ones():
     assert dataclasses.asdict(tof.TinyOpenFoldConfig()) == dict(
         msa_dim=64, pair_dim=128, num_blocks=4, num_seqs=16, seq_len=64, msa_heads=4, pair_heads=4,
@@ -273,6 +283,9 @@ def test_defaults_are_the_documented_ones():
     on = {name for name, value in dataclasses.asdict(tof.FusionConfig()).items() if value is True}
     assert on == {"enable_qkv_fusion_msa", "enable_qkv_fusion_triangle", "enable_flash_attention",
                   "enable_triangle_fusion", "enable_opm_fusion"}
+    assert list(tof.FusionConfig.titles()) == [  # in the order in which users grep them
+        "MSA QKV Fusion", "Triangle QKV Fusion", "Flash Attention", "Triangle Gate/Proj Fusion",
+        "Torch Compile"]
     preset = tof.FusionConfig.preset(True)
     checkpointing = [f"enable_{which}_checkpointing" for which in ("activation", "selective")]
     left_out = [name for name in preset.names() if not getattr(preset, name)]
@@ -338,17 +351,3 @@ def test_costs_of_every_sub_layer_by_hand():
     assert few["outer_product_mean"].flops == 4 * 4 * 4 * 5 + 2 * 4 * 25 * 6 + 2 * 16 * 5 * 6
     twice = costs_of(**sizes, num_blocks=2)
     assert all(twice[name].flops == (1 if name == "heads" else 2) * found[name].flops for name in found)
-
-
-def test_triton_adamw_is_idle_without_master_weights_on_a_gpu(monkeypatch):
-    def idle(on_gpu=True, use_amp=True, **switches):
-        settings = SimpleNamespace(training=SimpleNamespace(use_amp=use_amp))
-        return list(options.Switches(enable_triton_adamw=True, **switches).idle(settings, on_gpu).values())
-    needs, masters = ["triton-adamw needs a GPU, Triton, --use-amp and master weights"], dict(
-        enable_master_weights=True)
-    monkeypatch.setattr(options, "HAS_TRITON", True)
-    assert idle(**masters) == []
-    assert idle() == idle(on_gpu=False, **masters) == needs
-    assert idle(use_amp=False, **masters) == ["master weights need --use-amp", *needs]
-    monkeypatch.setattr(options, "HAS_TRITON", False)
-    assert idle(**masters) == needs

@@ -229,6 +229,23 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
     assert path.read_bytes() == before
 
 
+def test_a_graph_is_captured_once_and_marks_every_phase(monkeypatch):
+    trainer, events = trainer_of(ema_decay=0.5), []
+    trainer.use_graph, batch = True, SyntheticProteins(trainer.settings).batch(0)
+
+    def captured(run, inputs, device):
+        assert run == trainer.eager_step and inputs is batch and device == CPU
+        run(inputs)  # to be taken back
+        events.append("captured")
+        return lambda inputs: events.append("replayed") or torch.tensor(2.5)
+    monkeypatch.setattr(tof, "GraphedStep", captured)
+    before = [weight.detach().clone() for weight in trainer.weights.tensors]
+    for _ in range(2):
+        assert trainer.step(batch, lambda: events.append("mark")) == 2.5
+    assert events == ["captured", *2 * ["replayed", *3 * ["mark"]]] and trainer.average.steps == 2
+    assert all(map(torch.equal, before, trainer.weights.tensors))
+
+
 def test_a_cpu_captures_no_graph():
     trainer = trainer_of(enable_cuda_graphs=True)
     assert not trainer.use_graph and not trainer.optimizer.defaults["capturable"]
