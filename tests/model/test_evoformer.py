@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import itertools
-import shutil
 import weakref
 from types import SimpleNamespace
 
@@ -225,11 +224,15 @@ def test_checkpointing_changes_memory_and_nothing_else(which, blocks, low, high)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
-def test_compiled_blocks_share_one_graph_and_change_no_number():
+def test_compiled_blocks_share_one_graph_and_change_no_number(monkeypatch):
+    """By the compiler's front end; tests/kernels compile blocks to the end."""
+    usual = tof.TinyOpenFoldV2.compile_options
+    torch.compile(abs, **usual(tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**SMALL))))  # knows all options
+    monkeypatch.setattr(tof.TinyOpenFoldV2, "compile_options",
+                        lambda model: dict(usual(model), options=None, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    assert failures(given(num_blocks=3, num_seqs=8, seq_len=24, enable_torch_compile=True)) == []
+    assert failures(given(num_blocks=3, enable_torch_compile=True)) == []
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 

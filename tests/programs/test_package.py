@@ -52,8 +52,6 @@ def site(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [
     ["tinyopenfold", "--fold", "x.a3m", "--device", "cpu"],
-    ["tinyopenfold", "--num-blocks", 1, "--seq-len", 16, "--batch-size", 1, "--num-steps", 1,
-     "--device", "cpu"],
     ["tinyopenfold-profile", "--num-blocks", 1, "--seq-len", 16, "--batch-size", 1, "--profile-steps", 1,
      "--device", "cpu"],
     ["tinyopenfold-study", "--batch-sizes", 1, "--seq-lens", 16, "--num-runs", 1, "--num-steps", 1,

@@ -1,4 +1,4 @@
-"""Every figure of a result against an independent count, for three settings on a CPU.
+"""Every figure of a result against an independent count: of a run, a comparison and a session on a CPU.
 
 The counts here share no code with the project's: PyTorch's FlopCounterMode, a dispatch mode that sees by
 storages what is a view, weak references to storages, saved_tensors_hooks of its own.
@@ -26,13 +26,11 @@ from tests.support import last_json
 
 CPU, MB, PHASES = torch.device("cpu"), 2 ** 20, ("forward", "backward", "optimizer")
 SMALL = "--device cpu --msa-dim 16 --pair-dim 16 --msa-heads 2 --pair-heads 4 --outer-product-dim 4".split()
-SETTINGS = {
-    "default, re-associated": "--batch-size 1 --num-seqs 3 --seq-len 13 --num-blocks 2".split(),
-    "nothing fused, bfloat16": ("--batch-size 3 --num-seqs 6 --seq-len 8 --num-blocks 1 --disable-all-fusion "
-                                "--use-amp --dropout 0.1").split(),
-    "recomputing, averaged": ("--batch-size 2 --num-seqs 5 --seq-len 10 --num-blocks 2 --ema-decay 0.9 "
-                              "--enable-selective-checkpointing --enable-projection-fusion").split()}
-EACH = pytest.mark.parametrize("flags", SETTINGS.values(), ids=SETTINGS)
+RE_ASSOCIATED = "--batch-size 1 --num-seqs 3 --seq-len 13 --num-blocks 2".split()
+NOTHING_FUSED = ("--batch-size 3 --num-seqs 6 --seq-len 8 --num-blocks 1 --disable-all-fusion "
+                 "--use-amp --dropout 0.1").split()
+RECOMPUTING = ("--batch-size 2 --num-seqs 5 --seq-len 10 --num-blocks 2 --ema-decay 0.9 "
+               "--enable-selective-checkpointing --enable-projection-fusion").split()
 
 
 def storages(*values):
@@ -138,8 +136,8 @@ def of_a_run(figures, own, settings, seconds):
     yield "MFU", figures["mfu"], pytest.approx(own.flops / median / ceiling)
 
 
-def require_run(flags, tmp_path, capsys):
-    seconds = run([*flags, "--num-steps", "4", "--log-every", "2"], tmp_path)
+def test_a_training_run_says_what_was_counted(tmp_path, capsys):
+    seconds = run([*RECOMPUTING, "--num-steps", "4", "--log-every", "2"], tmp_path)
     summary = last_json(capsys.readouterr().out)
     settings, figures = settings_of(summary), summary["performance_summary"]
     losses = [line["loss"] for line in map(json.loads, (tmp_path / "metrics.jsonl").open()) if "loss" in line]
@@ -147,16 +145,6 @@ def require_run(flags, tmp_path, capsys):
             ("losses", [figures[f"{which}_loss"] for which in ("first", "final", "avg")],
              [losses[0], losses[-1], pytest.approx(np.mean(losses))])]
     assert len(losses) == 4 and differing(rows) == []
-
-
-def test_a_training_run_says_what_was_counted(tmp_path, capsys):
-    require_run(SETTINGS["default, re-associated"], tmp_path, capsys)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [*SETTINGS.values()][1:], ids=[*SETTINGS][1:])
-def test_other_training_runs_say_what_was_counted(flags, tmp_path, capsys):
-    require_run(flags, tmp_path, capsys)
 
 
 def saved_against(before, after):
@@ -189,9 +177,8 @@ def of_a_variant(row, baseline, own, first):
 
 
 @pytest.mark.slow
-@EACH
-def test_a_comparison_says_what_was_counted(flags, tmp_path, capsys):
-    run([*flags, "--compare-fusion", "--num-steps", "7", "--variants",
+def test_a_comparison_says_what_was_counted(tmp_path, capsys):
+    run([*NOTHING_FUSED, "--compare-fusion", "--num-steps", "7", "--variants",
          "fused only-selective-checkpointing given+transition-fusion"], tmp_path)
     result = last_json(capsys.readouterr().out)
     rows, settings = result["variants"], settings_of(result)
@@ -221,9 +208,6 @@ def of_a_session(analysis, own, settings):
     yield "coverage", sum(analysis["coverage"].values()), pytest.approx(1)
     yield "coverage of sub-layers", analysis["coverage"]["sublayers"], pytest.approx(
         sum(e["share"] for e in entries if e["name"] != "rest"))
-    for e in entries:
-        yield "share", e["share"], pytest.approx(e["total_us"] / analysis["total_us"])
-    yield "kernels' shares", sum(k["share"] for k in analysis["kernels"]), pytest.approx(1)
     yield "kinds' shares", sum(k["share"] for k in analysis["kinds"].values()), pytest.approx(1)
     yield "kinds' calls", sum(k["calls"] for k in analysis["kinds"].values()), pytest.approx(
         sum(k["calls"] for k in analysis["kernels"]))
@@ -232,9 +216,8 @@ def of_a_session(analysis, own, settings):
 
 
 @pytest.mark.slow
-@EACH
-def test_a_session_says_what_was_counted(flags, tmp_path, capsys):
-    run([*flags, "--profile-steps", "3"], tmp_path, run_pytorch_profiler.run)
+def test_a_session_says_what_was_counted(tmp_path, capsys):
+    run([*RE_ASSOCIATED, "--profile-steps", "3"], tmp_path, run_pytorch_profiler.run)
     analysis = last_json(capsys.readouterr().out)
     settings = settings_of(analysis)
     assert differing(of_a_session(analysis, count(settings), settings)) == []

@@ -1,4 +1,5 @@
-"""Nothing lost: earlier results, other people's files, two runs at once, a second Ctrl-C."""
+"""Begun in order, and nothing lost: flags judged before torch, earlier results, other people's files, two
+runs at once, signals."""
 import dataclasses
 import json
 import os
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training.checkpoints import read_checkpoint
 from fusion_lab.training.evaluations import Evaluation
 from tests.second_program import PROGRAM as SMALL_PROGRAM
 from tests.second_program import Numbers
@@ -21,16 +21,84 @@ SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 -
 
 
 def train(directory, *flags):
-    return tof.main([*SMALL, "--profile-dir", str(directory / "p"), *map(str, flags)])
+    return tof.main([*SMALL, "--profile-dir", str(directory), *map(str, flags)])
 
 
-@pytest.mark.parametrize("text", ['{"version": "v1"', '{"performance_summary": null}',
-                                  '{"performance_summary": {"avg_training_speed": 1e400}}'])
-def test_an_earlier_summary_is_judged_before_the_training(text, tmp_path, capsys):
-    (tmp_path / "v1.json").write_text(text)
-    assert train(tmp_path, "--compare-with-v1", tmp_path / "v1.json") == 2
+TRAINER, SESSION, SECOND = "tiny_openfold_v2.py", "run_pytorch_profiler.py", "tests/second_program.py"
+
+
+def begun(program, *flags, directory, **modules):
+    """CompletedProcess of a program which finds modules with these texts in place of others."""
+    for name, text in modules.items():
+        (directory / f"{name}.py").write_text(text)
+    environment = dict(os.environ, PYTHON=sys.executable, PYTHONPATH=str(directory))
+    command = [*([sys.executable] if program.endswith(".py") else []), str(ROOT / program), *map(str, flags)]
+    return subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True,
+                          timeout=PATIENCE, check=False)
+
+
+@pytest.mark.parametrize("program, flags, code, words", [
+    (TRAINER, ["--batchsize", "3"], 2, "--batchsize"), (TRAINER, ["--seq-len", "0"], 2, "--seq-len"),
+    (TRAINER, ["--compare-fusion", "--variants", "foo"], 2, "--variants"),
+    (TRAINER, ["query.a3m"], 2, "--contacts"), (TRAINER, ["--help"], 0, "--demo"),
+    (SECOND, ["--width", "0"], 2, "--width")])
+def test_flags_are_judged_before_torch_is_imported(program, flags, code, words, tmp_path):
+    done = begun(program, *flags, torch="raise SystemExit('torch was imported')", directory=tmp_path)
+    assert done.returncode == code and words in done.stdout + done.stderr, done.stderr
+    assert code == 0 or done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_a_rank_that_a_shell_leaked_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    done = begun(TRAINER, "--demo", torch="raise SystemExit('torch was imported')", directory=tmp_path)
+    assert done.returncode == 2 and "RANK" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_working_directory_that_was_deleted_is_one_line(tmp_path):
+    code = f"import os, sys; os.rmdir(os.getcwd()); os.execv({sys.executable!r}, ['python', *sys.argv[1:]])"
+    done = subprocess.run([sys.executable, "-c", code, str(ROOT / TRAINER)], cwd=tmp_path, check=False,
+                          capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "directory" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("program, module", [
+    (TRAINER, "torch"), (SECOND, "torch"), (SESSION, "torch"), ("profile_summary.py", "csv"),
+    ("run_rocprofv3.sh", "csv"), ("launch_performance_study.sh", "torch")])
+def test_ctrl_c_while_modules_are_imported_is_one_line(program, module, tmp_path):
+    """Those that take long to load say so first."""
+    done = begun(program, *["--num-steps", "1"] * (program in (TRAINER, SECOND)), directory=tmp_path, **{
+        module: "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(9)"})
+    assert done.returncode == 130 and done.stderr == "interrupted\n"
+    assert program not in (TRAINER, SECOND) or "loading PyTorch" in done.stdout
+
+
+@pytest.mark.parametrize("given, expected", [
+    ({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])
+def test_threads_wait_less_unless_the_user_decides(given, expected, tmp_path, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):  # which a program started in this process has set
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    done = begun(TRAINER, "--num-steps", "1", directory=tmp_path,
+                 torch="import os\nraise SystemExit(str(os.environ.get('GOMP_SPINCOUNT')))")
+    assert done.stderr == f"{expected}\n"
+
+
+@pytest.mark.slow
+def test_a_second_run_sets_the_first_aside(tmp_path, monkeypatch, capsys):
+    """In the default directory; one that was named is refused, unless it is forced."""
+    monkeypatch.chdir(tmp_path)
+    assert tof.main(SMALL) == tof.main(SMALL) == 0
+    assert len(list(tmp_path.glob("pytorch_profiles_v2.old-*"))) == 1
+    os.rename("pytorch_profiles_v2", "mine")
+    before = (tmp_path / "mine/metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert train("mine") == 2
     error = capsys.readouterr().err
-    assert "v1.json" in error and error.count("\n") == 1 and not (tmp_path / "p").exists()
+    assert "mine is not empty" in error and "--force" in error and error.count("\n") == 1
+    assert train("mine", "--force") == 0
+    old, = tmp_path.glob("mine.old-*")
+    assert old.name in capsys.readouterr().out and (old / "metrics.jsonl").read_bytes() == before
 
 
 FOREIGN = {"victim.a3m": b">q\nMKTAYIAK\n", "other.pt": None, "empty.pt": b""}
@@ -142,7 +210,7 @@ def endless(tmp_path):
 def test_two_runs_never_mix_and_a_signal_finishes_the_step_and_saves(endless, tmp_path, capsys):
     """A second run in the directory or with the checkpoint of the first is refused, by force, too; once the
     first has ended, nothing is in the way."""
-    for place, flags in ((tmp_path, ["--force"]), (tmp_path, []),
+    for place, flags in ((tmp_path / "p", ["--force"]), (tmp_path / "p", []),
                          (tmp_path / "free", ["--save-checkpoint", tmp_path / "c.pt"])):
         assert train(place, *flags) == 2
         assert capsys.readouterr().err.count("\n") == 1
@@ -154,17 +222,4 @@ def test_two_runs_never_mix_and_a_signal_finishes_the_step_and_saves(endless, tm
     assert done == last_json(out)["performance_summary"]["total_samples"] > 0
     assert f"Interrupted at step {done} of 100000\n" in out and "c.pt --num-steps 100000\n" in out
     assert sorted(os.listdir(tmp_path)) == ["c.pt", "free", "p"]  # no lock, no half a file
-    assert train(tmp_path, "--force", "--save-checkpoint", tmp_path / "c.pt") == 0
-
-
-@pytest.mark.slow
-def test_results_of_a_run_that_is_interrupted_twice_are_whole(endless, tmp_path):
-    """The second Ctrl-C comes at once, in the middle of whatever the first one began."""
-    endless.send_signal(signal.SIGINT)
-    endless.send_signal(signal.SIGINT)
-    _, err = endless.communicate(timeout=PATIENCE)
-    assert endless.returncode == 130 and "Traceback" not in err
-    if (tmp_path / "c.pt").exists():
-        assert read_checkpoint(tmp_path / "c.pt", tof.PROGRAM, tof.PROGRAM.settings(
-            num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4).model)
-    assert not list(tmp_path.rglob("*.part"))
+    assert train(tmp_path / "p", "--force", "--save-checkpoint", tmp_path / "c.pt") == 0

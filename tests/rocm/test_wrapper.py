@@ -5,8 +5,7 @@ import subprocess
 import pytest
 
 from tests.rocm.fake_rocm import machine as fakes
-from tests.rocm.fake_rocm.machine import FAKES, ODD_FLAGS, TOOLS, every_tool, everywhere, start, wrapper
-from tests.support import ROOT
+from tests.rocm.fake_rocm.machine import ODD_FLAGS, TOOLS, every_tool, everywhere, start, wrapper
 
 every_door = pytest.mark.parametrize("name", [*TOOLS, "all"])
 
@@ -60,16 +59,6 @@ def test_flags_that_the_program_refuses(name, machine, tmp_path):
     assert not list(workplace.iterdir()) and not (tmp_path / "record").exists()
 
 
-@every_door
-def test_another_program_is_asked_once(name, machine, tmp_path):
-    """By each profiler of `all` and by itself: each question means one import of torch."""
-    machine("7.0")
-    other = shutil.copy(FAKES / "trainer.py", tmp_path / "other.py")
-    done = start(name, "--program", other, "--dry-run", *["--only=rocprof-sys"] * (name == "all"))
-    assert done.returncode == 0 and str(other) in done.stdout
-    assert (tmp_path / "record.questions").read_text() == "asked\n" * (1 + (name == "all"))
-
-
 @pytest.mark.parametrize("asked", [
     [], ["--enable-cuda-graphs"], ["--enable-torch-compile", "--torch-compile-mode", "reduce-overhead"],
     ["--torch-compile-mode=reduce-overhead"]])
@@ -84,13 +73,3 @@ def test_graphs_run_only_where_they_were_asked_for(asked, machine):
         assert found.program_flags == [*before, *asked] and "--disable-cuda-graphs" in before
         if name == "rocprofv3":
             assert ("--hip-trace" in found.commands()[0].argv) == bool(asked)
-
-
-@pytest.mark.slow
-def test_the_real_program_judges_its_flags(machine):
-    workplace = machine("7.0", PYTHONPATH="")
-    real = ["--dry-run", "--program", ROOT / "tiny_openfold_v2.py"]
-    done = start("rocprofv3", *real, "--", "--num-steps", "0")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--num-steps" in done.stderr
-    shown = start("rocprofv3", *real, "--enable-all-fusion").stdout
-    assert "--disable-cuda-graphs" in shown and "not judged" not in shown and not list(workplace.iterdir())

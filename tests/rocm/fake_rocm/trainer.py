@@ -23,8 +23,6 @@ TRAINING = {"num_steps": int(value("--num-steps", 50)), "warmup_steps": int(valu
 
 def check_flags():
     """One line of JSON about the flags and about torch, as the trainer answers."""
-    with open(os.environ["FAKE_RECORD"] + ".questions", "a") as file:
-        file.write("asked\n")
     print(json.dumps({
         "asked": None, "config": {"num_blocks": 4, "num_seqs": 16, "seq_len": 64},
         "training_params": TRAINING, "fusion_config": {"enable_cuda_graphs": False},
