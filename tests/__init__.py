@@ -9,6 +9,7 @@ are as in fusion_lab, tiny_openfold and companions.
     test_house   imports run one way, and every program keeps to the seam
 
 `make test` runs the quick ones. ARGS="-m slow" runs the long ones, "-m gpu" what needs a GPU, "-m full" every
-case of every kernel. interpreter.py runs kernels on a CPU, support.py starts programs and reads
-what they print. Stand-ins lie beside their users.
+case of every kernel. Where there are tests of kernels in Triton's interpreter, on the CPU, a second session
+with the same arguments follows (conftest.py). support.py starts programs and reads what they print.
+Stand-ins lie beside their users.
 """

@@ -4,13 +4,17 @@ import ctypes
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 
 import pytest
 
-from tests.interpreter import PIPES
 from tests.support import gone, require_shared, wait_for
 
-pytest_plugins = ("tests.interpreter", "tests.times")
+pytest_plugins = "tests.times"
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+UNWRITTEN = "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"  # new memory: -1.7e38, no old result
+SECOND = pytest.StashKey()  # whether a session in the interpreter follows
 
 
 @pytest.fixture(scope="session")
@@ -18,9 +22,18 @@ def families_dir():
     return require_shared("data", "families")
 
 
+def pytest_configure():
+    if INTERPRETING:
+        from tests.kernels.triton_targets import mend_interpreter
+        mend_interpreter()
+
+
+@pytest.hookimpl(trylast=True)  # of what -k and -m have left
 def pytest_collection_modifyitems(config, items):
-    if config.option.markexpr != "full" and PIPES not in os.environ:  # the interpreter serves what it is told
-        leave_out_all_but_samples(config, items)
+    if config.option.markexpr != "full":
+        leave_out(config, items, lambda item: marked(item, "full") and not marked(item, "sample"))
+    left_out = leave_out(config, items, lambda item: marked(item, "interpreted") != INTERPRETING)
+    config.stash[SECOND] = getattr(config, "workeroutput", {})["second"] = bool(left_out) and not INTERPRETING
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items:
         import torch
@@ -29,17 +42,43 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="no CUDA or ROCm GPU"))
 
 
-def leave_out_all_but_samples(config, items):
-    """Of tests marked `full` only those marked `sample` run; with -m full all do. Interpreting every tile and
-    compiling every kernel for five GPUs takes long."""
-    def stays(item):
-        return not item.get_closest_marker("full") or item.get_closest_marker("sample")
-    config.hook.pytest_deselected(items=[item for item in items if not stays(item)])
-    items[:] = [item for item in items if stays(item)]
+def marked(item, name):
+    return item.get_closest_marker(name) is not None
+
+
+def leave_out(config, items, condition):
+    """Of tests marked `full` only those marked `sample` run; with -m full all do: interpreting every tile and
+    compiling every kernel for five GPUs takes long. Tests marked `interpreted` are for the second session."""
+    left_out = [item for item in items if condition(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not condition(item)]
+    return left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Of pytest-xdist, whose first process collects nothing."""
+    node.config.stash[SECOND] = getattr(node, "workeroutput", {}).get("second", False)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session):
+    """Triton chooses between compiler and interpreter where a kernel is defined, so one process cannot have
+    both: tests marked `interpreted` run in a second session, with the arguments of this one."""
+    yield
+    config, nothing = session.config, pytest.ExitCode.NO_TESTS_COLLECTED
+    ended = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, nothing)
+    if config.stash.get(SECOND, False) and ended and not (
+            session.shouldfail or config.option.collectonly or hasattr(config, "workeroutput")):
+        print(flush=True)
+        command = [sys.executable, "-m", "pytest", *config.invocation_params.args]
+        done = subprocess.run(command, cwd=config.invocation_params.dir, check=False, env={
+            **os.environ, "TRITON_INTERPRET": "1", "GLIBC_TUNABLES": UNWRITTEN})
+        session.exitstatus = done.returncode if session.exitstatus in (0, nothing) else session.exitstatus
 
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-LAST_AS_LONG = b"compile_worker", b"-m\0interpreted"  # as this process: torch's, and tests/interpreter.py's
+LAST_AS_LONG = b"compile_worker"  # torch's, as this process
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,6 +108,6 @@ def children():
         for pid in map(int, pids.split()):
             with contextlib.suppress(OSError):
                 line = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-                if not gone(pid) and not any(words in line for words in LAST_AS_LONG):
+                if not gone(pid) and LAST_AS_LONG not in line:
                     found[pid] = line.replace(b"\0", b" ").decode(errors="replace")
     return found

@@ -21,17 +21,16 @@ from tests.support import ROOT, last_json, run_program
 
 CPU = torch.device("cpu")
 SECOND = ROOT / "tests" / "second_program.py"
-EVOFORMER = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1,
-                 num_seqs=6, seq_len=16)
-PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(width=64),
+PROGRAMS = {"tiny_openfold_v2.py": dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, num_blocks=1,
+                                        outer_product_dim=4, num_seqs=6, seq_len=16),
+            "tests/second_program.py": dict(width=64),
             "companions/protein_mpnn.py": dict(hidden_dim=16, num_layers=1, neighbors=6, seq_len=20,
                                                dropout=0.0),
             "companions/tiny_llama.py": dict(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
                                              num_kv_heads=1, seq_len=16, data=str(ROOT / "README.md"))}
-LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, seq_len=48),  # for a session
-          "tests/second_program.py": dict(width=512, batch_size=512),
+LARGER = {"tests/second_program.py": dict(width=512, batch_size=512),  # for a session
           "companions/protein_mpnn.py": dict(hidden_dim=128, num_layers=2, neighbors=32, seq_len=64),
-          "companions/tiny_llama.py": dict(hidden_size=512, intermediate_size=1024, num_layers=8, seq_len=64)}
+          "companions/tiny_llama.py": dict(hidden_size=512, intermediate_size=1024, num_layers=2, seq_len=64)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
 FLOORS = ("fusion_lab.commands", "fusion_lab.training.files", "fusion_lab.kernels.precision",
@@ -158,13 +157,9 @@ def program(request):
     return load_program(ROOT / request.param)
 
 
-def sizes_of(program, table=PROGRAMS):
-    return next(sizes for file, sizes in table.items() if file.endswith(program.name))
-
-
 def small(program, **values):
-    usual = dict(sizes_of(program), batch_size=3, device="cpu", num_steps=2)
-    return program.settings(**{**usual, **values})
+    sizes = next(sizes for file, sizes in PROGRAMS.items() if file.endswith(program.name))
+    return program.settings(**{**sizes, "batch_size": 3, "device": "cpu", "num_steps": 2, **values})
 
 
 def each_switch(program, settings):
@@ -276,13 +271,12 @@ def test_comparison_runs(program):
     assert found.as_dict()["config"] == dataclasses.asdict(settings.model)
 
 
-def as_flags(values):
-    return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
-
-
 @pytest.mark.slow
-def test_a_profiler_session_attributes_nine_tenths_of_forward_to_sublayers(program, tmp_path, capsys):
-    flags = as_flags(sizes_of(program) | dict(batch_size=4) | sizes_of(program, LARGER))
+@pytest.mark.parametrize("file", LARGER)
+def test_a_profiler_session_attributes_nine_tenths_of_forward_to_sublayers(file, tmp_path, capsys):
+    """The Evoformer's sessions: tests/profiler/test_session.py."""
+    program, sizes = load_program(ROOT / file), dict(batch_size=4) | PROGRAMS[file] | LARGER[file]
+    flags = [word for name, value in sizes.items() for word in ("--" + name.replace("_", "-"), str(value))]
     session = ["--warmup-steps", "1", "--profile-steps", "3", "--profile-dir", str(tmp_path / "p")]
     assert run_pytorch_profiler.run(["--program", program.file, *flags, "--device", "cpu", *session]) == 0
     entries = last_json(capsys.readouterr().out)["sublayers"]
@@ -294,19 +288,12 @@ def test_a_profiler_session_attributes_nine_tenths_of_forward_to_sublayers(progr
 @pytest.mark.slow
 def test_amd_wrappers_profile_the_second_program(tmp_path):
     """Which judges its flags, and has no size that it does not know."""
-    wrapper, quick = ROOT / "run_rocprofv3.sh", ["--quick", "--only", "pytorch"]
-    done = run([wrapper, "--dry-run", "--program", SECOND, "--batch-size", "0"], tmp_path)
-    assert done.returncode == 2 and "--batch-size" in done.stderr and done.stderr.count("\n") == 1
-    for started in ([wrapper], [ROOT / "run_all_profilers.sh", *quick]):
-        done = run([*started, "--dry-run", "--program", SECOND, "--width", "64"], tmp_path)
-        assert done.returncode == 0 and "--width 64" in done.stdout, done.stderr
-        assert "--num-steps" in done.stdout and "--seq-len" not in done.stdout
-
-
-def test_a_file_without_a_program_is_one_line(tmp_path):
-    (tmp_path / "empty.py").touch()
-    result = run_program("tiny_openfold_v2.py", "--program", tmp_path / "empty.py")
-    assert result.returncode == 2 and "empty.py" in result.stderr and result.stderr.count("\n") == 1
+    wrong = run([ROOT / "run_rocprofv3.sh", "--dry-run", "--program", SECOND, "--batch-size", "0"], tmp_path)
+    assert wrong.returncode == 2 and "--batch-size" in wrong.stderr and wrong.stderr.count("\n") == 1
+    done = run([ROOT / "run_all_profilers.sh", "--quick", "--only", "pytorch", "--dry-run", "--program", SECOND,
+                "--width", "64"], tmp_path)
+    assert done.returncode == 0 and "--width 64" in done.stdout, done.stderr
+    assert "--num-steps" in done.stdout and "--seq-len" not in done.stdout
 
 
 def test_flags_are_judged_and_shown():

@@ -217,6 +217,21 @@ def test_a_checkpoint_knows_what_its_run_has_learned_from(tmp_path, capsys):
     assert "Warming up" not in capsys.readouterr().out  # what cannot be saved is not begun
 
 
+def test_a_run_closes_with_averaged_weights(tmp_path, monkeypatch):
+    """What it says of its model at the end is of the one that was evaluated."""
+    seen = {}
+
+    class Closing(SyntheticProteins):
+        def finish(self, trainer, evaluations):
+            seen.update(trainer=trainer, closing=trainer.weights.tensors[0].clone(),
+                        average=trainer.average.tensors[0].clone())
+    monkeypatch.setattr(tof.Metrics, "draw", lambda metrics: None)
+    flags = flags_of(profile_dir=tmp_path / "p", num_steps=3, ema_decay=0.9, learning_rate=0.1)
+    assert tof.main(flags, dataclasses.replace(tof.PROGRAM, data=Closing)) == 0
+    assert torch.equal(seen["closing"], seen["average"])
+    assert not torch.equal(seen["trainer"].weights.tensors[0], seen["average"])
+
+
 def test_what_is_not_finite_is_not_saved(tmp_path):
     """The loss of the last step says nothing of the weights after it."""
     trainer, path = trainer_of(), tmp_path / "c.pt"

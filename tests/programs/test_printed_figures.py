@@ -119,21 +119,15 @@ def differing(rows):
 
 def of_a_run(figures, own, settings, seconds):
     """(figure, in the file, expected) of a training run."""
-    b, steps, mean = settings.training.batch_size, settings.training.num_steps, figures["avg_batch_time"]
-    median, phases = figures["median_batch_time"], sum(figures[f"avg_{p}_time"] for p in ("data", *PHASES))
-    ceiling = figures["matmul_ceiling_tflops"] * 1e12
+    steps, mean = settings.training.num_steps, figures["avg_batch_time"]
     yield "first loss", figures["first_loss"], own.first_loss
-    yield "samples", figures["total_samples"], b * steps
-    yield "samples/s", figures["avg_training_speed"], pytest.approx(b / mean)
-    yield "phases", phases, pytest.approx(mean)
+    yield "samples", figures["total_samples"], settings.training.batch_size * steps
+    yield "phases", sum(figures[f"avg_{p}_time"] for p in ("data", *PHASES)), pytest.approx(mean)
     yield "within the run", 0 < mean * steps < seconds, True
-    yield "quantiles", figures["p20_batch_time"] <= median <= figures["p80_batch_time"], True
     yield "peak", figures["peak_memory_mb"], own.peak_mb
     yield "saved", figures["saved_activation_mb"], own.saved_mb
     yield "launches", figures["launches_per_step"], own.launches
     yield "FLOPs", figures["flops_per_step"], own.flops
-    yield "TFLOP/s", figures["achieved_tflops"], pytest.approx(own.flops / median / 1e12)
-    yield "MFU", figures["mfu"], pytest.approx(own.flops / median / ceiling)
 
 
 def test_a_training_run_says_what_was_counted(tmp_path, capsys):
@@ -147,10 +141,6 @@ def test_a_training_run_says_what_was_counted(tmp_path, capsys):
     assert len(losses) == 4 and differing(rows) == []
 
 
-def saved_against(before, after):
-    return pytest.approx(100 * (1 - after / before))
-
-
 def of_a_variant(row, baseline, own, first):
     """(figure, in the file, expected) of one row of the comparison."""
     steps, before = np.array(row["step_times"]), np.array(row["baseline_step_times"])
@@ -158,7 +148,7 @@ def of_a_variant(row, baseline, own, first):
     for key, there, here in (("peak_memory", own.peak_mb, first.peak_mb),
                              ("launch", own.launches, first.launches),
                              ("saved_activation", own.saved_mb, first.saved_mb)):
-        yield f"{key} saved", row[f"{key}_reduction_percent"], saved_against(here, there)
+        yield f"{key} saved", row[f"{key}_reduction_percent"], pytest.approx(100 * (1 - there / here))
     yield "rounds", (len(steps), len(before)), (7, 7)
     yield "peak", row["peak_memory_mb"], own.peak_mb
     yield "saved", row["saved_activation_mb"], own.saved_mb
@@ -166,14 +156,11 @@ def of_a_variant(row, baseline, own, first):
         name: size / MB for name, size in own.saved.items()}
     yield "launches", row["launches_per_step"], own.launches
     yield "FLOPs", row["flops_per_step"], own.flops
-    yield "TFLOP/s", row["achieved_tflops"], pytest.approx(own.flops / median / 1e12)
     yield "first loss", row["first_loss"], pytest.approx(baseline["first_loss"], rel=1e-2)
     yield "median", row["median_batch_time"], pytest.approx(median)
     yield "speed-up", row["speedup"], pytest.approx(ratios[3])
     yield "interval", (row["speedup_low"], row["speedup_high"]), (None, None) if row is baseline else (
         pytest.approx(ratios[0]), pytest.approx(ratios[6]))  # of seven, all: 98%
-    yield "time saved", row["batch_time_reduction_percent"], pytest.approx(100 - 100 / ratios[3])
-    yield "phases", sum(row[f"median_{p}_time"] for p in PHASES), pytest.approx(median, rel=0.5)
 
 
 @pytest.mark.slow
@@ -191,7 +178,6 @@ def test_a_comparison_says_what_was_counted(tmp_path, capsys):
 def of_a_session(analysis, own, settings):
     """(figure, in the file, expected) of a profiler session."""
     entries, blocks = analysis["sublayers"], settings.model.num_blocks
-    step, phases = analysis["step"], analysis["step"]["phases_ms"]
     yield "FLOPs", analysis["flops_per_step"], own.flops
     yield "launches", analysis["launches_per_step"], own.launches
     yield "launches by sub-layer", sum(e["launches"] or 0 for e in entries), own.launches
@@ -205,14 +191,7 @@ def of_a_session(analysis, own, settings):
     yield "calls", {e["calls"] for e in entries if e["name"] != "rest"}, {blocks}
     yield "times", sum(e["total_us"] for e in entries), pytest.approx(analysis["total_us"])
     yield "shares", sum(e["share"] for e in entries), pytest.approx(1)
-    yield "coverage", sum(analysis["coverage"].values()), pytest.approx(1)
-    yield "coverage of sub-layers", analysis["coverage"]["sublayers"], pytest.approx(
-        sum(e["share"] for e in entries if e["name"] != "rest"))
     yield "kinds' shares", sum(k["share"] for k in analysis["kinds"].values()), pytest.approx(1)
-    yield "kinds' calls", sum(k["calls"] for k in analysis["kinds"].values()), pytest.approx(
-        sum(k["calls"] for k in analysis["kernels"]))
-    yield "phases", all(0 < ms < step["p80_ms"] for ms in phases.values()), True
-    yield "quantiles", step["p20_ms"] <= step["untraced_ms"] <= step["p80_ms"], True
 
 
 @pytest.mark.slow

@@ -264,59 +264,42 @@ COMPARED = Verb("compare", ("tiny_openfold_v2.py --compare-fusion",), ("table.js
                 measured=("baseline", "fused"), named=("only-idle",), expected=("it is idle",))
 
 
-def a_row(name, **values):
-    return dict(name=name, measured=True, reason=None, median_forward_time=.1,
-                fusion_config=dict(enable_cuda_graphs=False), **{**FIGURES, **values})
-
-
-def a_run(tmp_path, **values):
-    """A comparison in which nothing is wrong, but for values."""
-    (tmp_path / "table.json").write_text("{}")
-    idle = dict(name="only-idle", measured=False, reason="it is idle", fusion_config={})
+def judged(directory, number=0, changes=(), **values):
+    """Complaints about a comparison in which nothing is wrong but `values`, or `changes` of one row."""
+    (directory / "table.json").write_text("{}")
+    rows = [*(dict(name=name, measured=True, reason=None, median_forward_time=.1, fusion_config={}, **FIGURES)
+              for name in COMPARED.measured),
+            dict(name="only-idle", measured=False, reason="it is idle", fusion_config={})]
+    rows[number].update(changes)
     good = dict(codes=[0], stdout="only-idle  not measured: it is idle\nWritten: table.json\n", stderr="",
-                seconds=1.0, results=[dict(variants=[a_row("baseline"), a_row("fused"), idle])])
-    return Run(**{**good, **values})
-
-
-def changed(number, **values):
-    """Replacement of the result: one row of it has other values."""
-    found = [a_row("baseline"), a_row("fused"),
-             dict(name="only-idle", measured=False, reason="it is idle", fusion_config={})]
-    found[number].update(values)
-    return dict(results=[dict(variants=found)])
+                seconds=1.0, results=[dict(variants=rows)])
+    return judge(COMPARED, Run(**{**good, **values}), directory)
 
 
 def test_the_judge_finds_nothing_in_a_good_run(tmp_path):
-    assert judge(COMPARED, a_run(tmp_path), tmp_path) == []
-    graph = changed(1, fusion_config=dict(enable_cuda_graphs=True), median_forward_time=None)
-    assert judge(COMPARED, a_run(tmp_path, **graph), tmp_path) == []
+    assert judged(tmp_path) == []
+    graph = dict(fusion_config=dict(enable_cuda_graphs=True), median_forward_time=None)
+    assert judged(tmp_path, 1, graph) == []
+
+
+@pytest.mark.parametrize("number, changes, words", [
+    (1, dict(measured=False, reason="Unsupported: skipped function"), "fused was not measured: Uns"),
+    (2, dict(reason="NotImplementedError: no rule; it is idle"), "only-idle: not measured: NotImpl"),
+    (2, dict(measured=True, reason=None, **FIGURES), "only-idle was measured"),
+    (1, dict(speedup=math.nan), "variants/1/speedup is nan"),
+    (1, dict(peak_memory_mb=0.0), "peak_memory_mb is 0.0"),
+    (1, dict(median_forward_time=None), "median_forward_time is null")])
+def test_the_judge_complains_about_rows(number, changes, words, tmp_path):
+    assert any(words in complaint for complaint in judged(tmp_path, number, changes))
 
 
 @pytest.mark.parametrize("values, words", [
-    (changed(1, measured=False, reason="Unsupported: skipped function"), "fused was not measured: Uns"),
-    (changed(2, reason="NotImplementedError: no rule; it is idle"), "only-idle: not measured: NotImpl"),
-    (changed(2, measured=True, reason=None, **FIGURES), "only-idle was measured"),
-    (dict(results=[dict(variants=[])]), "rows []"),
-    (changed(1, speedup=math.nan), "variants/1/speedup is nan"),
-    (changed(1, peak_memory_mb=0.0), "peak_memory_mb is 0.0"),
-    (changed(1, median_forward_time=None), "median_forward_time is null"),
     (dict(results=[dict(passed=False)]), "passed is False"),
     (dict(results=[dict(performance_summary=dict(median_batch_time=.1))]), "no peak_memory_mb"),
     (dict(stderr="W1124 17:31:39.123000 81 torch/_inductor/utils.py:1] Not enough SMs"), "a warning: W1124"),
     (dict(stderr="Traceback (most recent call last):"), "a traceback"),
     (dict(stdout="falling back to eager"), "not expected: falling back"),
     (dict(stdout="Written: table.json, gone.png"), "named, but missing or empty: gone.png"),
-    (dict(codes=[1], stderr="error: why"), "exit codes [1]"),
-    (dict(results=[], trouble="no result: none"), "no result: none")])
-def test_the_judge_complains(values, words, tmp_path):
-    complaints = judge(COMPARED, a_run(tmp_path, **values), tmp_path)
-    assert any(words in complaint for complaint in complaints), complaints
-
-
-def test_the_judge_misses_a_file(tmp_path):
-    run = a_run(tmp_path)
-    (tmp_path / "table.json").write_text("")
-    assert judge(COMPARED, run, tmp_path) == ["missing or empty: table.json",
-                                              "named, but missing or empty: table.json"]
-    (tmp_path / "table.json").unlink()
-    assert len(judge(COMPARED, run, tmp_path)) == 2
+    (dict(codes=[1], stderr="error: why"), "exit codes [1]")])
+def test_the_judge_complains_about_runs(values, words, tmp_path):
+    assert any(words in complaint for complaint in judged(tmp_path, **values))
