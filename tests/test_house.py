@@ -290,8 +290,8 @@ def test_amd_wrappers_profile_the_second_program(tmp_path):
     """Which judges its flags, and has no size that it does not know."""
     wrong = run([ROOT / "run_rocprofv3.sh", "--dry-run", "--program", SECOND, "--batch-size", "0"], tmp_path)
     assert wrong.returncode == 2 and "--batch-size" in wrong.stderr and wrong.stderr.count("\n") == 1
-    done = run([ROOT / "run_all_profilers.sh", "--quick", "--only", "pytorch", "--dry-run", "--program", SECOND,
-                "--width", "64"], tmp_path)
+    done = run([ROOT / "run_all_profilers.sh", "--quick", "--only", "pytorch", "--dry-run", "--program",
+                SECOND, "--width", "64"], tmp_path)
     assert done.returncode == 0 and "--width 64" in done.stdout, done.stderr
     assert "--num-steps" in done.stdout and "--seq-len" not in done.stdout
 

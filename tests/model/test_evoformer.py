@@ -182,17 +182,16 @@ def test_reassociated_outer_product_is_exact_where_it_is_used(rows):
     assert results[0][-1] != results[1][-1]  # the other order of sums did run
 
 
-def test_outer_product_is_reassociated_where_the_rule_says(monkeypatch):
+@pytest.mark.parametrize("samples, rows, residues, expected", [
+    (1, 32, 128, True), (1, 33, 128, False), (2, 32, 128, True), (2, 16, 64, False), (1, 16, 64, True)])
+def test_outer_product_is_reassociated_where_the_rule_says(samples, rows, residues, expected, monkeypatch):
     module = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig()).outer_product_mean
-    sizes = {(1, 32, 128): True, (1, 33, 128): False, (2, 32, 128): True, (2, 16, 64): False}
-    for (samples, rows, residues), expected in sizes.items():
-        assert module.weight_first(torch.empty(samples, rows, residues, 4)) is expected
-    assert module.weight_first(torch.empty(1, 16, 64, 4))
-    for rows, strict_float32 in ((16, True), (17, False)):  # on a GPU multiplications count
-        left = SimpleNamespace(shape=(1, rows, 128, 32), is_cuda=True, dtype=torch.float32)
-        for tf32, expected in ((False, strict_float32), (True, True)):
+    assert module.weight_first(torch.empty(samples, rows, residues, 4)) is expected
+    for count, strict in ((16, True), (17, False)):  # on a GPU multiplications count, but in TF32
+        left = SimpleNamespace(shape=(1, count, 128, 32), is_cuda=True, dtype=torch.float32)
+        for tf32 in (False, True):
             monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
-            assert module.weight_first(left) is expected
+            assert module.weight_first(left) is (strict or tf32)
     module.fusion = tof.FusionConfig(enable_opm_fusion=False)
     assert not module.weight_first(torch.empty(1, 16, 64, 4))
 
@@ -387,34 +386,26 @@ def test_counting_saved_activations_leaves_no_graph_behind():
         gc.enable()
 
 
-def test_auto_attention_goes_by_device_precision_and_length(monkeypatch):
+SINGLE = dict(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("given, expected", [
+    ({}, "flex"), (dict(length=128), "flex"), (dict(biased=False), "flex"),
+    (dict(length=128, biased=False), "sdpa"), (dict(width=20), "sdpa"), (SINGLE, "flex"),  # in TF32
+    (dict(SINGLE, length=64, biased=False), "flex"), (dict(SINGLE, length=65, biased=False), "sdpa"),
+    (dict(SINGLE, strict=True), "math"), (dict(SINGLE, strict=True, length=512, biased=False), "math"),
+    (dict(on_gpu=False), "math"), (dict(on_gpu=False, biased=False), "sdpa"),
+    (dict(SINGLE, requested="flex", strict=True), "flex"), (dict(requested="flex", on_gpu=False), "sdpa"),
+    (dict(training=False), "sdpa"), (dict(requested="flex", training=False), "sdpa"),
+    (dict(arch="gfx942"), "flex"), (dict(arch="gfx942", biased=False), "sdpa"),
+    (dict(arch="gfx1100"), "sdpa"), (dict(SINGLE, arch="gfx1100", strict=True), "sdpa")])
+def test_auto_attention_goes_by_device_precision_and_length(given, expected, monkeypatch):
     monkeypatch.setattr(attention_choice, "HAS_TRITON", True)
-
-    def backend(dtype, length, biased, requested="auto", **more):
-        plain = dict(on_gpu=True, strict=False, width=32, training=True)
-        return attention_choice.attention_backend(
-            requested, dtype=dtype, length=length, biased=biased, **plain | more)
-
-    half, single = torch.bfloat16, torch.float32
-    assert [backend(half, length, biased) for length in (64, 128) for biased in (True, False)] == [
-        "flex", "flex", "flex", "sdpa"]
-    assert [backend(half, 64, biased, width=20) for biased in (True, False)] == ["sdpa", "sdpa"]
-    assert [backend(single, length, biased) for length in (64, 65) for biased in (True, False)] == [
-        "flex", "flex", "flex", "sdpa"]  # in TF32
-    assert {backend(single, length, biased, strict=True) for length in (64, 512) for biased in (True, False)
-            } == {"math"}  # see test_three_truncated_products_are_not_float32
-    assert [backend(half, 64, biased, on_gpu=False) for biased in (True, False)] == ["math", "sdpa"]
-    assert backend(single, 64, True, "flex", strict=True) == "flex"
-    assert backend(half, 64, True, "flex", on_gpu=False) == "sdpa"
-    assert {backend(half, 64, True, name, training=False) for name in ("auto", "flex")} == {"sdpa"}
-    for arch, expected in (("gfx942", ["flex", "sdpa"]), ("gfx1100", ["sdpa", "sdpa"]),
-                           ("gfx906", ["sdpa", "sdpa"])):  # nothing measured
-        for dtype, strict in ((half, False), (single, True)):
-            found = [backend(dtype, 64, biased, strict=strict, arch=arch) for biased in (True, False)]
-            assert found == expected
-    assert attention_choice.remark("gfx90a") == "gfx90a: CDNA, not measured"
-    assert attention_choice.remark("") == ""
-    assert attention_choice.remark("gfx1201") == "gfx1201: not CDNA, so no FlexAttention, not measured"
+    usual = dict(requested="auto", on_gpu=True, dtype=torch.bfloat16, strict=False, length=64, width=32,
+                 biased=True, training=True)
+    assert attention_choice.attention_backend(**usual | given) == expected
+    words = [attention_choice.remark(arch) for arch in ("", "gfx90a", "gfx1201")]
+    assert not words[0] and all("not measured" in each for each in words[1:])
 
 
 def gpu_trainer(**values):

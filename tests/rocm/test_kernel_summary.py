@@ -1,16 +1,13 @@
 """Summaries of profiler results: kinds of kernels, steps, counters, comparison."""
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from fusion_lab.rocm import kernel_summary
 from fusion_lab.rocm.kernel_summary import differences, main_figures, render, render_differences, summarize
 from tests.rocm.fake_rocm import common
-from tests.rocm.fake_rocm.machine import csv, run_of
-from tests.support import ROOT
+from tests.rocm.fake_rocm.machine import csv, run_of, start
 
 GOLDEN = pathlib.Path(common.__file__).with_name("golden_summary.txt").read_text()
 SOURCES = {"7_kernel_stats.csv": common.write_stats, "7_results.db": common.write_rocpd,
@@ -28,13 +25,11 @@ def test_every_source_gives_the_same_text(name, tmp_path):
                    "gpu_busy_percent": None}) == GOLDEN
 
 
-def test_the_program_prints_and_writes_nothing_and_needs_the_standard_library_alone(tmp_path):
+def test_the_program_prints_and_writes_nothing(tmp_path):
     run_of(tmp_path, ("k", 26, 400), steps=13)
-    program = [sys.executable, "-S", ROOT / "profile_summary.py", tmp_path]
-    done = subprocess.run(program, capture_output=True, text=True)
-    assert done.stdout == render(summarize(tmp_path)) and len(list(tmp_path.iterdir())) == 2
-    done = subprocess.run([*program, "--json", "--compare", tmp_path], capture_output=True, text=True)
-    assert json.loads(done.stdout)["compared"]["launches"] == [2, 2]
+    assert start("summary", tmp_path).stdout == render(summarize(tmp_path))
+    done = start("summary", tmp_path, "--json", "--compare", tmp_path)
+    assert json.loads(done.stdout)["compared"]["launches"] == [2, 2] and len(list(tmp_path.iterdir())) == 2
 
 
 def test_totals_are_of_all_kernels_and_the_list_of_twenty(tmp_path):

@@ -37,8 +37,8 @@ def test_why_a_command_failed(ended, log, code, words):
 
 
 @pytest.mark.parametrize("script, number", [
-    ("run_rocprofv3.sh", signal.SIGINT), ("run_rocprofv3.sh", signal.SIGTERM),
-    ("run_rocprof_sys.sh", signal.SIGINT), ("run_rocprof_compute.sh", signal.SIGTERM)])
+    ("run_rocprofv3.sh", signal.SIGINT), ("run_rocprof_sys.sh", signal.SIGINT),
+    ("run_rocprof_compute.sh", signal.SIGTERM)])
 def test_an_interrupted_profile_is_flushed_and_summarised(script, number, machine):
     out = machine("7.0", FAKE_TRAINER="hang") / "out"
     command = [ROOT / script, "-o", "out", "--program", FAKES / "trainer.py"]
