@@ -164,7 +164,7 @@ def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
     with monkeypatch.context() as monkeypatch:
         monkeypatch.setattr(PhaseTimer, "seconds", lambda timer, last=0: 1e-3 * np.outer(
             np.arange(1, len(timer.steps) + 1) ** 2, [1.0, 2, 3, 4])[-last:])
-        monkeypatch.setattr(tof.Metrics, "draw", lambda metrics: None)  # matplotlib takes its time
+        monkeypatch.setattr(tof.Metrics, "draw", lambda *_: None)  # matplotlib takes its time
         monkeypatch.setattr(tof, "save", save)
         code = tof.main(flags_of(profile_dir=tmp_path / "p", save_checkpoint=tmp_path / "c.pt", **values),
                         dataclasses.replace(tof.PROGRAM, data=Watched))
@@ -225,7 +225,7 @@ def test_a_run_closes_with_averaged_weights(tmp_path, monkeypatch):
         def finish(self, trainer, evaluations):
             seen.update(trainer=trainer, closing=trainer.weights.tensors[0].clone(),
                         average=trainer.average.tensors[0].clone())
-    monkeypatch.setattr(tof.Metrics, "draw", lambda metrics: None)
+    monkeypatch.setattr(tof.Metrics, "draw", lambda *_: None)
     flags = flags_of(profile_dir=tmp_path / "p", num_steps=3, ema_decay=0.9, learning_rate=0.1)
     assert tof.main(flags, dataclasses.replace(tof.PROGRAM, data=Closing)) == 0
     assert torch.equal(seen["closing"], seen["average"])

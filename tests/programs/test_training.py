@@ -1,6 +1,5 @@
 """The trainer as its users meet it: runs, modes, results, wrong input."""
 import json
-import os
 import sys
 
 import numpy as np
@@ -133,7 +132,7 @@ def test_wrong_use_is_one_line_that_names_flag_or_file(flag, value, tmp_path, ca
         code = error.code
     error = capsys.readouterr().err
     assert code == 2 and error.count("\n") == 1 and (flag in error or value and value in error)
-    assert not os.listdir(tmp_path)  # and nothing was begun
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))  # nothing was begun
 
 
 def test_missing_gpu_is_exit_code_4(tmp_path, capsys):
