@@ -35,7 +35,7 @@ class Scored(second_program.Numbers):
 
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch):
-    monkeypatch.setattr(Metrics, "draw", lambda metrics: None)
+    monkeypatch.setattr(Metrics, "draw", lambda *_: None)
 
 
 def run(directory, *flags, signalled=None):
