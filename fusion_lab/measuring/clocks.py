@@ -1,5 +1,4 @@
 """Clocks: times between marks, sums within ranges, quantiles."""
-import math
 import time
 
 import numpy as np
@@ -66,12 +65,3 @@ class RangeSums:
 def quantiles(times):
     """(p20, median, p80) as floats."""
     return tuple(float(np.quantile(times, q)) for q in (0.2, 0.5, 0.8))
-
-
-def median_interval(values):
-    """(low, high) between which lies the median of what these are a sample of, in at least 95% of all cases:
-    two of the values by their order, whatever their distribution. Fewer than six have none: (None, None)."""
-    values, outside, missed = np.sort(values), 0, 0.0  # so many values on either side are left out
-    while (missed := missed + 2 * math.comb(len(values), outside) / 2 ** len(values)) <= 0.05:
-        outside += 1
-    return (float(values[outside - 1]), float(values[-outside])) if outside else (None, None)

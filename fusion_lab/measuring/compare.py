@@ -25,7 +25,8 @@ import torch
 
 from fusion_lab.kernels.precision import amp_dtype
 from fusion_lab.measuring.ceilings import dtype_name
-from fusion_lab.measuring.clocks import PhaseTimer, median_interval, quantiles
+from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.measuring.gains import Gain, gain_of_rounds
 from fusion_lab.measuring.probe import peak_of_two_steps, probe
 from fusion_lab.measuring.roctx import child_environment
 from fusion_lab.measuring.summary import launch_kind
@@ -71,18 +72,20 @@ class Row:
     peak_memory_reduction_percent: float | None = None
     saved_activation_mb: float | None = None
     saved_activation_reduction_percent: float | None = None
-    saved_activation_mb_by_sublayer: dict | None = None
     launches_per_step: int | None = None
     launch_reduction_percent: float | None = None
     flops_per_step: int | None = None
     achieved_tflops: float | None = None
     first_loss: float | None = None
     final_loss: float | None = None
-    final_loss_difference: float | None = None  # from the baseline's, after as many steps
 
     @property
     def measured(self):
         return bool(self.step_times)
+
+    @property
+    def gain(self):
+        return Gain(self.speedup, self.speedup_low, self.speedup_high)
 
     def as_dict(self):
         """As the JSON has it; of what was not measured only name, reason and switches."""
@@ -171,34 +174,27 @@ class Candidate:
 
     def row(self, baseline):
         """Its Row, from the rounds in which both it and the baseline had their turn."""
-        variant = self.variant
-        fusion, rounds = variant.settings.fusion, min(len(self.losses), len(baseline.losses))
+        variant, counts = self.variant, self.counts
+        rounds = min(len(self.losses), len(baseline.losses))
         if variant.reason or not rounds:
             return not_measured(variant, variant.reason or INTERRUPTED)
-        row = Row(variant.name, asdict(fusion), not_used=list(variant.not_used),
-                  uncounted=self.counts.uncounted)
-        phases = self.timer.seconds()[:rounds]
+        fusion, phases = variant.settings.fusion, self.timer.seconds()[:rounds]
         steps, before = phases.sum(axis=1), baseline.timer.seconds()[:rounds].sum(axis=1)
-        counts = self.counts
-        row.step_times, row.baseline_step_times = steps.tolist(), before.tolist()
-        row.p20_batch_time, row.median_batch_time, row.p80_batch_time = quantiles(steps)
-        row.baseline_batch_time = quantiles(before)[1]
-        if not fusion.enable_cuda_graphs:
-            row.median_forward_time, row.median_backward_time, row.median_optimizer_time = np.median(
-                phases, axis=0).tolist()
-        row.first_step_time = self.first_step_time
-        row.samples_per_second = variant.settings.training.batch_size / row.median_batch_time
-        row.speedup = quantiles(before / steps)[1]
-        if self is not baseline:
-            row.speedup_low, row.speedup_high = median_interval(before / steps)
-        row.batch_time_reduction_percent = 100 * (1 - 1 / row.speedup)
-        row.peak_memory_mb, row.saved_activation_mb = counts.peak_memory_mb, counts.saved_mb
-        row.saved_activation_mb_by_sublayer = {k: v / MEGABYTE for k, v in counts.saved.items()}
-        row.launches_per_step, row.flops_per_step = counts.launches, counts.flops
-        row.achieved_tflops = counts.flops / row.median_batch_time / 1e12
-        row.first_loss, row.final_loss = self.losses[0], self.losses[rounds - 1]
-        row.final_loss_difference = abs(row.final_loss - baseline.losses[rounds - 1])
-        return row
+        p20, median, p80 = quantiles(steps)
+        forward, backward, optimizer = ([None] * 3 if fusion.enable_cuda_graphs
+                                        else np.median(phases, axis=0).tolist())
+        gain = Gain(1.0) if self is baseline else gain_of_rounds(before / steps)
+        return Row(
+            variant.name, asdict(fusion), not_used=list(variant.not_used), uncounted=counts.uncounted,
+            step_times=steps.tolist(), baseline_step_times=before.tolist(), median_batch_time=median,
+            p20_batch_time=p20, p80_batch_time=p80, baseline_batch_time=float(np.median(before)),
+            median_forward_time=forward, median_backward_time=backward, median_optimizer_time=optimizer,
+            first_step_time=self.first_step_time,
+            samples_per_second=variant.settings.training.batch_size / median, **gain.as_dict(),
+            batch_time_reduction_percent=100 * (1 - 1 / gain.factor), peak_memory_mb=counts.peak_memory_mb,
+            saved_activation_mb=counts.saved_mb, launches_per_step=counts.launches,
+            flops_per_step=counts.flops, achieved_tflops=counts.flops / median / 1e12,
+            first_loss=self.losses[0], final_loss=self.losses[rounds - 1])
 
 
 def alternate(candidates, supply, rounds, request):
@@ -286,17 +282,16 @@ LONGEST_REASON = 300  # letters
 
 
 def why(code, text, name):
-    """Why a process of the program of this name ended with such an exit code, by what it said on stderr: its
-    own last line, or the last one that names an error, or the last one. None for exit code 0."""
+    """Why a process of the program of this name ended with such an exit code, by the last line on stderr that
+    is its own or names an error, or the last of all. None for exit code 0."""
     if code == 0:
         return None
     if code < 0:
         memory = ", as the kernel does when the host is out of memory" if -code == signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{memory}"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not NOTE.match(line)]
-    own = [line for line in lines[-1:] if line.startswith(name)]
-    errors = [line for line in lines if ERROR.match(line)]
-    said = (own or errors or lines or [f"exit code {code}"])[-1]
+    errors = [line for line in lines if line.startswith(name) or ERROR.match(line)]
+    said = (errors or lines or [f"exit code {code}"])[-1]
     return said.removeprefix(f"{name}: error: ")[:LONGEST_REASON]
 
 

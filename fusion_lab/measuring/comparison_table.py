@@ -23,10 +23,9 @@ def cells(row):
         reason = printable(row.reason).replace("|", "\\|")
         return [row.name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)]
     times = [1e3 * seconds for seconds in (row.median_batch_time, row.p20_batch_time, row.p80_batch_time)]
-    sure = counted(len(row.step_times), "round") if row.speedup_low is None else (
-        f"{row.speedup_low:.2f}, {row.speedup_high:.2f}")
+    few = f" ({counted(len(row.step_times), 'round')})" if row.speedup_low is None else ""
     return [row.name, "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row.samples_per_second:.1f}",
-            "1" if row.name == BASELINE else f"{row.speedup:.2f}x ({sure})",
+            "1" if row.name == BASELINE else f"{row.gain}{few}",
             figure(row.peak_memory_mb, ".1f", row.peak_memory_reduction_percent),
             figure(row.saved_activation_mb, ".1f", row.saved_activation_reduction_percent),
             figure(row.launches_per_step, "d", row.launch_reduction_percent)]
@@ -50,19 +49,12 @@ def table(rows, names=()):
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
-def verdict(row):
-    """Whether it is faster than the baseline: 1, -1 for slower, 0 for within noise or too few rounds."""
-    if row.speedup_low is None or row.speedup_low <= 1 <= row.speedup_high:
-        return 0
-    return 1 if row.speedup_low > 1 else -1
-
-
 def in_words(rows):
     """What the table says, in sentences."""
     baseline, others = rows[0], [row for row in rows[1:] if row.measured]
     if not others:
         return ["Nothing but the baseline was measured."]
-    faster = [row for row in others if verdict(row) > 0]
+    faster = [row for row in others if row.gain.decided and row.speedup > 1]
     if faster:
         best = max(faster, key=lambda row: row.speedup)
         memory = "" if best.peak_memory_mb is None else (
@@ -76,14 +68,16 @@ def in_words(rows):
     else:
         lines = ["No setting here is faster than the baseline beyond noise."]
     single = [row for row in others if row.name.startswith(ONLY)]
-    pays, even, slower = (
-        [f"{row.name.removeprefix(ONLY)} ({row.speedup:.2f}x)" for row in some if verdict(row) == sign]
-        for some, sign in ((single, 1), (single, 0), (others, -1)))
-    if slower:
-        lines.append(f"Slower than the baseline: {', '.join(slower)}.")
+
+    def named(rows):
+        return ", ".join(f"{row.name.removeprefix(ONLY)} ({row.speedup:.2f}x)" for row in rows)
+
+    if slower := named(row for row in others if row.gain.decided and row.speedup < 1):
+        lines.append(f"Slower than the baseline: {slower}.")
     if single:
-        lines.append(f"Single fusions that pay here: {', '.join(pays) or 'none'}."
-                     + (f" Within noise: {', '.join(even)}." if even else ""))
+        pays = named(row for row in single if row in faster) or "none"
+        even = named(row for row in single if not row.gain.decided)
+        lines.append(f"Single fusions that pay here: {pays}." + (f" Within noise: {even}." if even else ""))
         lines.append("A single fusion can save at most the time of the sub-layers that it changes, which the "
                      "report of run_pytorch_profiler.sh names.")
     return lines
@@ -95,7 +89,7 @@ def headline(rows, nominal, launch_kind):
     after = next((row for row in measured if row.name == FUSED), measured[-1])
     if after is before:
         return []
-    said = ["a slowdown"] * (round(after.speedup, 2) < 1) + ["within noise"] * (verdict(after) == 0)
+    said = ["a slowdown"] * (round(after.speedup, 2) < 1) + ["within noise"] * (not after.gain.decided)
     doubt = f" ({', '.join(said)})" if said else ""
     samples = after.samples_per_second * after.median_batch_time
     shorter = cell(after.batch_time_reduction_percent, ".1f", unit="%")

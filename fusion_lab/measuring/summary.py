@@ -8,7 +8,8 @@ from datetime import datetime, timezone
 import torch
 
 from fusion_lab.measuring.ceilings import dtype_name, matmul_ceiling
-from fusion_lab.measuring.clocks import median_interval, quantiles
+from fusion_lab.measuring.clocks import quantiles
+from fusion_lab.measuring.gains import KEYS, gain_over_earlier
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.evaluations import own_random_numbers
@@ -122,27 +123,6 @@ def rates(figures):
     return [figures["avg_training_speed"] * figures["avg_batch_time"] / time for time in times]
 
 
-def compared_rates(before, after):
-    """dict(speedup, speedup_low, speedup_high) of two runs, by the rates of their single steps: the ratio of
-    the medians, and between what it lies with at least 95%, by the intervals of both; None where
-    median_interval() has none. How a machine changes from one run to the next is not in it."""
-    (slowest, fastest), (low, high) = median_interval(before), median_interval(after)
-    if low is None or fastest is None:
-        low = high = None
-    else:
-        low, high = low / fastest, high / slowest
-    return dict(speedup=statistics.median(after) / statistics.median(before), speedup_low=low,
-                speedup_high=high)
-
-
-def in_words(compared):
-    """"1.86x (95% interval 1.80 to 1.92)", of what has speedup, speedup_low and speedup_high."""
-    low, high = compared["speedup_low"], compared["speedup_high"]
-    spread = "too few steps for an interval" if low is None else f"95% interval {low:.2f} to {high:.2f}"
-    noise = ", within noise" if low is not None and low <= 1 <= high else ""
-    return f"{compared['speedup']:.2f}x ({spread}{noise})"
-
-
 def write(trainer, result):
     """Write a summary into the run's directory, of several ranks the first; returns its path."""
     path = os.path.join(trainer.settings.profiler.profile_dir, trainer.program.result("performance_summary"))
@@ -178,15 +158,16 @@ def print_against(earlier, now):
     figures."""
     after = now["performance_summary"]
     before, speed, own = earlier["speed"], after["avg_training_speed"], rates(after)
-    found = dict(speedup=speed / before, speedup_low=None, speedup_high=None)
-    words = f"{found['speedup']:.2f}x (spread unknown: the earlier summary has no times of single steps)"
-    if earlier["rates"] and own:
+    found = dict.fromkeys(KEYS)
+    if reasons := differing(earlier, now, [*(("config", key) for key in now["config"]), *MACHINE]):
+        words = f"not comparable: {'; '.join(reasons)}"
+    elif earlier["rates"] and own:
         before, speed = statistics.median(earlier["rates"]), statistics.median(own)
-        found = compared_rates(earlier["rates"], own)
-        words = f"{in_words(found)}, of medians"
-    reasons = differing(earlier, now, [*(("config", key) for key in now["config"]), *MACHINE])
-    if reasons:
-        found, words = dict.fromkeys(found), f"not comparable: {'; '.join(reasons)}"
+        gain = gain_over_earlier(earlier["rates"], own)
+        found, words = gain.as_dict(), f"{gain.in_words()}, of medians"
+    else:
+        found["speedup"] = speed / before
+        words = f"{speed / before:.2f}x (spread unknown: the earlier summary has no times of single steps)"
     print(f"\nAgainst {printable(earlier['version'])} of {printable(earlier['timestamp'])}:")
     print(f"   Training speed: {before:.1f} -> {speed:.1f} samples/sec, {words}")
     memory, reduction = after["peak_memory_mb"], None

@@ -4,9 +4,10 @@ from dataclasses import fields
 
 from fusion_lab.measuring.analysis import ANALYSIS, at_most, shares_of_sublayers
 from fusion_lab.measuring.ceilings import ceiling_line
+from fusion_lab.measuring.gains import Gain, gain_over_earlier
 from fusion_lab.measuring.ranges import REST
 from fusion_lab.measuring.roofline import roofline_rows
-from fusion_lab.measuring.summary import compared_rates, in_words
+from fusion_lab.measuring.summary import differing
 from fusion_lab.measuring.tables import cell, code, escaped, markdown
 from fusion_lab.measuring.variants import spelled
 from fusion_lab.profiler.plots import SUBLAYERS, TIMELINE, write_plots
@@ -14,7 +15,7 @@ from fusion_lab.training.files import UserError, finite, read_json, write_json, 
 
 REPORT = "comprehensive_profiling_report.md"
 TOP = 20
-MACHINE = ("gpu_name", "host_cpu", "torch_version")  # what of system_info two sessions should share
+MACHINE = [("system_info", key) for key in ("gpu_name", "host_cpu", "torch_version")]
 TIMES = {  # by the unit of the analysis: what the table's times and their shares are
     "kernel": "Times are those of kernels and copies on the GPU, in the traced steps; the time of a step "
               "above is of the steps before these. Where the GPU waits for launches, the step gains less "
@@ -135,7 +136,7 @@ def read_analysis(directory):
         if analysis["mode"] == "pytorch_profiler":
             comparison_lines(compare_sessions(analysis, analysis, directory))
             return analysis
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
         pass
     raise UserError(f"--compare-with {directory}: {path} is not the analysis of a profiler session")
 
@@ -154,16 +155,13 @@ def matched(before, after, name_of, microseconds):
 
 def compare_sessions(before, after, directory):
     """Two analyses, as JSON has them, per sub-layer and per kernel; directory is the earlier one's."""
-    different = [f"{k} {before[s].get(k)} -> {after[s][k]}"
-                 for s in ("config", "fusion_config", "training_params")
-                 for k in after[s] if before[s].get(k) != after[s][k]]
-    different += [f"{k} {before['system_info'][k]} -> {after['system_info'][k]}"
-                  for k in MACHINE
-                  if before["system_info"][k] != after["system_info"][k]]
+    keys = [(section, key) for section in ("config", "fusion_config", "training_params")
+            for key in after[section]]
     steps = [session["step"] for session in (before, after)]  # older ones have no times of single steps
     rates = [[1 / seconds for seconds in step.get("step_times") or [step["untraced_ms"] / 1e3]]
              for step in steps]
-    return dict(before=str(directory), differences=different, **compared_rates(*rates),
+    return dict(before=str(directory), differences=differing(before, after, [*keys, *MACHINE]),
+                **gain_over_earlier(*rates).as_dict(),
                 time_kind=[before["time_kind"], after["time_kind"]],
                 step_ms=[step["untraced_ms"] for step in steps],
                 sublayers=matched(before["sublayers"], after["sublayers"],
@@ -182,7 +180,7 @@ def interleaved_line(before, after):
     if not after["measured"]:
         return f"Interleaved steps were not measured: {after['reason']}"
     return (f"Interleaved steps of both: {1e3 * after['baseline_batch_time']:.2f} -> "
-            f"{1e3 * after['median_batch_time']:.2f} ms, {in_words(after)}.")
+            f"{1e3 * after['median_batch_time']:.2f} ms, {Gain.read(after).in_words()}.")
 
 
 def comparison_lines(comparison):
@@ -190,8 +188,8 @@ def comparison_lines(comparison):
     before, after = comparison["step_ms"]
     hint = "" if "interleaved" in comparison else " --compare-v1 lets steps alternate."
     lines = [f"## Against {escaped(comparison['before'])}", "",
-             f"A step takes {before:.2f} -> {after:.2f} ms: {in_words(comparison)}. The sessions ran one "
-             f"after the other; how the machine changed between them is not in the interval.{hint} "
+             f"A step takes {before:.2f} -> {after:.2f} ms: {Gain.read(comparison).in_words()}. The sessions "
+             f"ran one after the other; how the machine changed between them is not in the interval.{hint} "
              "Different: "
              f"{escaped('; '.join(comparison['differences'])) or 'nothing in the settings'}.", ""]
     if "interleaved" in comparison:

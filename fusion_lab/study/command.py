@@ -1,8 +1,8 @@
 """How speed and memory of each fusion setting change with a model's sizes.
 
 The work behind launch_performance_study.sh: the order of things. Reading order: design (what is measured),
-arguments (how it is asked for), run (how it is measured) and results (what is kept of it), summary (what that
-says), plots and page (how it looks).
+arguments (how it is asked for), run (how it is measured and what is kept of it), summary (what that says),
+plots and page (how it looks).
 """
 import os
 import shlex
@@ -14,8 +14,15 @@ from fusion_lab.measuring.variants import BASELINE
 from fusion_lab.study.arguments import SCRIPT, own_part, parse
 from fusion_lab.study.page import page
 from fusion_lab.study.plots import draw
-from fusion_lab.study.results import open_directory, read_config, read_lines, require_same_study
-from fusion_lab.study.run import run_points, time_left, unfinished
+from fusion_lab.study.run import (
+    open_directory,
+    read_config,
+    read_lines,
+    require_same_study,
+    run_points,
+    time_left,
+    unfinished,
+)
 from fusion_lab.study.summary import as_csv, findings, gain_of, summarise
 from fusion_lab.training import torchrun
 from fusion_lab.training.files import (
@@ -42,13 +49,13 @@ def dry_run(program, options, study):
     for run, shape in todo:
         print(f"run {run}: {shlex.join([sys.executable, program.file, *study.flags(shape)])}")
     print(f"{counted(len(todo), 'point')} to run, {len(study.points()) - len(todo)} finished; "
-          f"{time_left(todo, study, lines)}")
+          f"{time_left(len(todo), lines)}")
 
 
 def run_study(program, options, study, argv):
     """Run what has yet to run, and report it. Raises UserError after a signal, and if every point failed."""
     directory, how = open_directory(options.study_name, study, [SCRIPT, *argv])
-    lines = read_lines(directory, study, mend=True)
+    lines = read_lines(directory, study)
     print(f"Study in {directory}; to continue it if interrupted: --study-name {shlex.quote(directory)}",
           flush=True)
     with StopRequest() as stop:

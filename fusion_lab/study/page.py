@@ -2,8 +2,9 @@
 import base64
 import html
 
+from fusion_lab.measuring.gains import Gain
 from fusion_lab.measuring.tables import cell
-from fusion_lab.study.summary import Gain, findings, gain_of
+from fusion_lab.study.summary import findings, gain_of
 from fusion_lab.training.files import counted
 
 TEXT_COLUMNS = {"shape", "setting", "switch", "of", "in", "at", "over", "not measured"}
@@ -81,7 +82,7 @@ def gain_cell(gain):
 
 def points_table(study, summary):
     head = (*study.axes.values(), "setting", "runs", "step ms", "runs differ by", "samples/s",
-            "speed-up [95%]", "peak MB", "saved", "activations MB", "launches", "not measured")
+            "speed-up (95%)", "peak MB", "saved", "activations MB", "launches", "not measured")
     rows = [[*(p[axis] for axis in study.axes), p["setting"], p["n"], rounded(p["median_ms"]),
              rounded(p["run_spread_percent"], ".1f", "%"), rounded(p["samples_per_second"], ".1f"),
              gain_cell(gain_of(p)),

@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 
+from fusion_lab.measuring.gains import Gain
 from fusion_lab.measuring.plotting import require_matplotlib
-from fusion_lab.study.summary import Gain, gain_of, principal
+from fusion_lab.study.summary import gain_of, principal
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; markers differ for prints in grey.
 COLOURS = ("#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

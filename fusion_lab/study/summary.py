@@ -8,10 +8,10 @@ settings, and what disturbs a whole run cancels out of it.
 import csv
 import io
 from dataclasses import asdict
-from typing import NamedTuple
 
 import numpy as np
 
+from fusion_lab.measuring.gains import Gain, gain_of_runs
 from fusion_lab.measuring.variants import (
     BASELINE,
     COMPILED,
@@ -24,52 +24,20 @@ from fusion_lab.measuring.variants import (
 )
 from fusion_lab.training.files import counted
 
-# P(|T| < t) = 95% for Student's T; of degrees of freedom in between, the next lower ones count.
-T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 8: 2.306, 10: 2.228, 15: 2.131, 30: 2.042}
 MUCH = 20.0  # percent between two runs of a point, from which on the study says so
 FIGURES = "peak_memory_mb", "saved_activation_mb", "launches_per_step"  # of rows; a point has their medians
-
-
-class Gain(NamedTuple):
-    """A factor and its 95% interval; low and high are None for a single run."""
-    factor: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def decided(self):
-        """Whether the interval leaves 1, that is no effect, outside."""
-        return self.low is not None and not self.low <= 1 <= self.high
-
-    def __str__(self):
-        """"1.20x [1.10, 1.30]" """
-        return f"{self.factor:.2f}x" + ("" if self.low is None else f" [{self.low:.2f}, {self.high:.2f}]")
-
-
-def gain(ratios):
-    """The Gain of ratios, one for each run: their geometric mean, and Student's t on logarithms. None without
-    any."""
-    logs = np.log(ratios)
-    if not len(logs):
-        return None
-    middle = logs.mean()
-    values = [middle]
-    if len(logs) > 1:
-        half = T[max(df for df in T if df < len(logs))] * logs.std(ddof=1) / len(logs) ** 0.5
-        values += [middle - half, middle + half]
-    return Gain(*map(float, np.exp(values)))
 
 
 def gain_over(point, over):
     """The Gain of one point over another of the same shape, of the runs that both have; None where either is
     missing."""
     before, after = (p["speedups"] if p else {} for p in (over, point))
-    return gain([after[run] / before[run] for run in after if run in before])
+    return gain_of_runs([after[run] / before[run] for run in after if run in before])
 
 
 def gain_of(point):
     """The speed-up of a point as a Gain; None where there is none."""
-    return point["speedup"] and Gain(point["speedup"], point["speedup_low"], point["speedup_high"])
+    return Gain.read(point) if point["speedup"] else None
 
 
 def summarise(study, lines):
@@ -102,14 +70,14 @@ def summarise_point(shape, setting, lines, base):
     middle, memory = median(times.values()), figures["peak_memory_mb"]
     speedups = {run: row["speedup"] if base else 1.0 for run, row in rows.items()
                 if not base or row.get("speedup")}
-    found, before = gain(list(speedups.values())) or Gain(None), base["peak_memory_mb"] if base else memory
+    before = base["peak_memory_mb"] if base else memory
     return dict(
         shape, setting=setting, n=len(rows), n_failed=len(reasons),
         reason="; ".join(sorted({*reasons})) or None,
         median_ms=middle, run_medians_ms=times,
         run_spread_percent=100 * (max(times.values()) / min(times.values()) - 1) if len(times) > 1 else None,
         samples_per_second=1e3 * shape["batch_size"] / middle if middle and "batch_size" in shape else None,
-        speedup=found.factor, speedup_low=found.low, speedup_high=found.high, speedups=speedups, **figures,
+        **(gain_of_runs(list(speedups.values())) or Gain(None)).as_dict(), speedups=speedups, **figures,
         memory_reduction_percent=100 * (1 - memory / before) if memory and before else None)
 
 
@@ -219,7 +187,7 @@ def headline(study, points, setting, places):
     if not runs:
         return ""
     # a run gives one mean over the shapes
-    mean = gain([np.exp(np.mean([np.log(p["speedups"][run]) for p in mine])) for run in sorted(runs)])
+    mean = gain_of_runs([np.exp(np.mean([np.log(p["speedups"][run]) for p in mine])) for run in sorted(runs)])
     first = [sure for name, sure in places if name == setting]
     slower = [study.label(p) for p in mine if gain_of(p).decided and p["speedup"] < 1]
     saved = sorted({round(p["memory_reduction_percent"]) for p in mine

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fusion_lab.measuring import clocks, compare
-from fusion_lab.measuring.clocks import PhaseTimer, median_interval
+from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.compare import Candidate, Comparison, Row, alternate
-from fusion_lab.measuring.comparison_table import below, cells, headline, in_words, verdict
+from fusion_lab.measuring.comparison_table import below, cells, headline, in_words
 from fusion_lab.measuring.variants import Variant, make_variants
 from fusion_lab.training import flags
 from tests.second_program import PROGRAM as SECOND
@@ -26,19 +26,6 @@ SETTINGS = SECOND.settings(width=8, depth=1, batch_size=2, device="cpu")
 
 
 # Intervals
-
-
-@pytest.mark.parametrize("count", range(1, 80))
-def test_an_interval_of_the_median_covers_95_percent_and_no_more_than_it_must(count):
-    """By the order of values alone: the sign test. As narrow as whole values allow."""
-    low, high = median_interval(np.arange(count)[::-1])
-    if count < 6:
-        assert (low, high) == (None, None)
-        return
-    assert low + high == count - 1
-    missed = [2 * sum(math.comb(count, i) for i in range(outside)) / 2 ** count
-              for outside in (int(low) + 1, int(low) + 2)]
-    assert missed[0] <= 0.05 < missed[1]
 
 
 class Clock:
@@ -132,7 +119,7 @@ def test_steps_alternate_from_equal_weights_and_a_slowdown_is_one(counting):
     assert fused.step_times == pytest.approx([1.25] * 7) and fused.baseline_step_times == [1.0] * 7
     assert (fused.speedup_low, fused.speedup_high) == pytest.approx((0.8, 0.8))
     assert baseline.first_loss == pytest.approx(fused.first_loss, rel=1e-5)
-    assert fused.final_loss_difference == abs(fused.final_loss - baseline.final_loss) < 1e-4
+    assert fused.final_loss == pytest.approx(baseline.final_loss, abs=1e-4)
     assert baseline.first_loss != baseline.final_loss
     fresh = counting.trainer(counting, baseline_settings(), CPU)
     first = fresh.step(counting.data(SETTINGS).batch(0)).item()
@@ -295,7 +282,6 @@ def test_a_row_on_paper():
 
 
 def test_what_the_table_says_in_words():
-    assert [verdict(row) for row in ROWS[1:6]] == [1, 1, 0, -1, 1]
     text = " ".join(in_words(ROWS))
     assert "compiled" in text.split(":")[0] and "2.50 times" in text and "2.38 to 2.60" in text
     assert "500.00 instead of 1250.00 ms" in text and "of memory" not in text  # which was not measured

@@ -152,8 +152,6 @@ def of_a_variant(row, baseline, own, first):
     yield "rounds", (len(steps), len(before)), (7, 7)
     yield "peak", row["peak_memory_mb"], own.peak_mb
     yield "saved", row["saved_activation_mb"], own.saved_mb
-    yield "saved by sub-layer", row["saved_activation_mb_by_sublayer"], {
-        name: size / MB for name, size in own.saved.items()}
     yield "launches", row["launches_per_step"], own.launches
     yield "FLOPs", row["flops_per_step"], own.flops
     yield "first loss", row["first_loss"], pytest.approx(baseline["first_loss"], rel=1e-2)

@@ -172,9 +172,9 @@ def test_a_killed_study_is_continued(fake):
     study.communicate(timeout=PATIENCE)
     before = lines_of()
     with open("s/results.jsonl", "ab") as file:
-        file.write(b'{"batch_size": 2, "wid')  # what a kill in the middle of a write leaves
+        file.write(b'[]\n{"run": 1}\n{"batch_size": 2, "wid')  # such as a kill within a write leaves
     assert fake("--report-only") == 0 and fake() == 0
-    assert lines_of()[:len(before)] == before and len(lines_of()) == 4
+    assert lines_of()[:len(before)] == before and len(lines_of()) == 4 + 2
     assert not [name for name in os.listdir("s") if name.startswith("running")]
 
 
@@ -208,18 +208,16 @@ def test_two_studies_never_mix(fake, capsys, monkeypatch):
     assert study.wait(PATIENCE) == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize("file, content", [
-    ("results.jsonl", "nonsense\n"), ("results.jsonl", "[]\n"), ("results.jsonl", '{"run": 1}\n'),
-    ("config.json", "{}"), ("config.json", '{"study": []}'), ("config.json", "["),
-    ("config.json", '{"study": {"settings": ["baseline"], "seq_lens": [8]}, "command": "", "created": ""}')])
-def test_files_of_another_form_are_one_line(fake, capsys, file, content):
+@pytest.mark.parametrize("content", [
+    "{}", '{"study": []}', "[", '{"study": {"settings": ["baseline"]}, "command": "", "created": ""}'])
+def test_the_config_of_something_else_is_one_line(fake, capsys, content):
     assert fake() == 0
-    pathlib.Path("s", file).write_text(content)
+    pathlib.Path("s/config.json").write_text(content)
     for flags in ([], ["--dry-run"], ["--report-only"]):
         capsys.readouterr()
         assert fake(*flags) == 2
         error = capsys.readouterr().err
-        assert file in error and error.count("\n") == 1
+        assert "config.json" in error and error.count("\n") == 1
 
 
 def test_figures_are_written_before_pictures_can_fail(fake, monkeypatch, capsys):
