@@ -11,11 +11,11 @@ files.quiet(__name__)
 import time
 
 from fusion_lab.measuring.analysis import ANALYSIS
-from fusion_lab.measuring.variants import with_fusion
+from fusion_lab.measuring.variants import GIVEN, with_fusion
 from fusion_lab.profiler.arguments import SCRIPT, parse
 from fusion_lab.profiler.report import read_analysis
 from fusion_lab.profiler.session import run_session
-from fusion_lab.profiler.several import SUMMARY, V1_COMPARISON, ablation, compare_v1
+from fusion_lab.profiler.several import SUMMARY, ablation, ablation_names
 from fusion_lab.training import reporting, torchrun
 from fusion_lab.training.files import claim, exit_code, finite
 from fusion_lab.training.flags import named_program
@@ -33,8 +33,8 @@ def results_directory(arguments, profiler):
     return claim(path, named, profiler.force)
 
 
-RESULT_FILES = dict(pytorch_profiler=ANALYSIS, ablation=f"{SUMMARY}.json", compare_v1=V1_COMPARISON)
-HEADLINES = ("mode", "findings", "step", "step_ms", "folders")
+RESULT_FILES = dict(pytorch_profiler=ANALYSIS, ablation=f"{SUMMARY}.json")
+HEADLINES = ("mode", "findings", "step", "folders")
 STEP = ("untraced_ms", "p20_ms", "p80_ms", "gpu_busy_ms")  # of a session's step
 
 
@@ -54,11 +54,10 @@ def sessions(program, settings, arguments):
     require_memory(program, choose_device(settings.training.device), settings)  # before anything is moved
     directory = results_directory(arguments, settings.profiler)
     options = dict(train=train, roofline=arguments.roofline)
-    rounds = getattr(arguments, "num_steps", None)
-    if arguments.ablation:
-        result = ablation(program, settings, directory, rounds, **options)
-    elif arguments.compare_v1:
-        result = compare_v1(program, settings, directory, rounds, **options)
+    if arguments.ablation or arguments.compare_v1:
+        names = ablation_names(program) if arguments.ablation else [GIVEN]  # beside the baseline
+        rounds = getattr(arguments, "num_steps", None)
+        result = ablation(program, settings, directory, names, rounds, **options)
     else:
         result = run_session(program, settings, directory, **options, earlier=earlier)
     return result, os.path.join(directory, RESULT_FILES[result["mode"]])

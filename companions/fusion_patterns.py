@@ -37,9 +37,9 @@ from companions.kernels import EPS
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
-from fusion_lab.measuring.ceilings import copy_ceiling
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.counters import is_view
+from fusion_lab.measuring.roofline import copy_ceiling
 from fusion_lab.measuring.tables import aligned, cell
 from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.machine import choose_device, keep_freed_memory, system_info

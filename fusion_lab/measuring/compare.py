@@ -1,5 +1,5 @@
-"""compare(): the only measurement of variants. --compare-fusion and the session's --ablation and
---compare-v1 call it, and a study starts --compare-fusion once for each of its shapes and runs.
+"""compare(): the only measurement of variants. --compare-fusion and the session's --ablation call it, and
+a study starts --compare-fusion once for each of its shapes and runs.
 
 Eager variants share this process: each is counted by itself, then all take their steps in turn, so that a
 machine that drifts hits all alike. A variant that compiles is the same command line in a process of its own,
@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 from fusion_lab.kernels.precision import amp_dtype
-from fusion_lab.measuring.ceilings import dtype_name
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.gains import Gain, gain_of_rounds
 from fusion_lab.measuring.probe import peak_of_two_steps, probe
 from fusion_lab.measuring.roctx import child_environment
+from fusion_lab.measuring.roofline import dtype_name
 from fusion_lab.measuring.summary import launch_kind
 from fusion_lab.measuring.variants import BASELINE, make_variants
 from fusion_lab.training.feeding import to_device

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from fusion_lab.measuring.plotting import require_matplotlib, save, spared
+from fusion_lab.measuring.plotting import drawn
 from fusion_lab.training.files import UserError, finite, write_text
 
 METRICS, CURVE = "metrics.jsonl", "learning_curve.png"
@@ -58,26 +58,22 @@ class Metrics:
         after an interruption, since it takes seconds. A picture never ends a run."""
         if interrupted or not self.writes or importlib.util.find_spec("matplotlib") is None:
             return None
-        with spared(CURVE):
-            return self.picture(require_matplotlib())
+        path = os.path.join(os.path.dirname(self.path), CURVE)
+        return drawn(path, plot_curve, self.path, figsize=(7, 4))
 
-    def picture(self, pyplot):
-        steps, evaluations = read_metrics(self.path)
-        figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
-        axis.plot([s["step"] for s in steps], [s["loss"] for s in steps], color="0.4", linewidth=0.9)
-        axis.set(xlabel="step", ylabel="training loss", title="Learning curve")
-        names = dict.fromkeys(name for e in evaluations for name in e["evaluation"])
-        right = axis.twinx() if names else None
+
+def plot_curve(axis, path):
+    """Losses of all steps in a metrics.jsonl, and on an axis of its own each figure of the evaluations."""
+    steps, evaluations = read_metrics(path)
+    axis.plot([s["step"] for s in steps], [s["loss"] for s in steps], color="0.4", linewidth=0.9)
+    axis.set(xlabel="step", ylabel="training loss", title="Learning curve")
+    if names := dict.fromkeys(name for e in evaluations for name in e["evaluation"]):
+        right = axis.twinx()
         for name in names:
             points = [(e["step"], e["evaluation"][name]) for e in evaluations if name in e["evaluation"]]
             right.plot(*zip(*points, strict=True), "o-", markersize=4, label=name)
-        if names:
-            right.set(ylim=(0, 1), ylabel="evaluation")
-            right.legend()
-        path = os.path.join(os.path.dirname(self.path), CURVE)
-        save(figure, path)
-        pyplot.close(figure)
-        return path
+        right.set(ylim=(0, 1), ylabel="evaluation")
+        right.legend()
 
 
 def of_resumed_run(trainer):

@@ -1,5 +1,6 @@
 """Pictures, where matplotlib is installed. They come last: whatever is wrong with one costs no result."""
 import contextlib
+import os
 import sys
 
 from fusion_lab.training.files import MISSING, UserError, printable, write_atomically
@@ -32,6 +33,13 @@ def spared(what):
         print(f"warning: no {what}: {reason(error)}", file=sys.stderr)
 
 
-def save(figure, path):
-    """A figure as PNG. Raises UserError."""
-    write_atomically(path, lambda file: figure.savefig(file, dpi=110, format="png"))
+def drawn(path, plot, *data, **layout):
+    """Draw plot(axes, *data) on matplotlib's subplots of this layout, as a PNG; returns its path. What goes
+    wrong is a line on stderr, and None is returned."""
+    with spared(os.path.basename(path)):
+        pyplot = require_matplotlib()
+        figure, axes = pyplot.subplots(layout="constrained", **layout)
+        plot(axes, *data)
+        write_atomically(path, lambda file: figure.savefig(file, dpi=110, format="png"))
+        pyplot.close(figure)
+        return path

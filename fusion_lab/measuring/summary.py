@@ -7,10 +7,10 @@ from datetime import datetime, timezone
 
 import torch
 
-from fusion_lab.measuring.ceilings import dtype_name, matmul_ceiling
 from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.gains import KEYS, gain_over_earlier
 from fusion_lab.measuring.probe import peak_megabytes
+from fusion_lab.measuring.roofline import dtype_name, matmul_ceiling
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.evaluations import own_random_numbers
 from fusion_lab.training.files import UserError, finite, printable, read_json, write_json

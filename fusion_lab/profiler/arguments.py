@@ -34,7 +34,7 @@ def make_parser(program):
                        "alone, each left out, all: compared as by --compare-fusion, then a session of each "
                        "(default: off)")
     sorts.add_argument("--compare-v1", action="store_true",
-                       help="a session of the baseline and one as given, compared (default: off)")
+                       help="the same for the baseline and what is given (default: off)")
     return parser
 
 

@@ -3,40 +3,18 @@ import os
 
 import numpy as np
 
-from fusion_lab.measuring.plotting import require_matplotlib, save, spared
-from fusion_lab.training.files import UserError
+from fusion_lab.measuring.plotting import drawn
 from fusion_lab.training.machine import MEGABYTE
 
 SUBLAYERS, TIMELINE = "time_by_sublayer.png", "memory_timeline.png"
 
 
-def pyplot_or_none():
-    """matplotlib's pyplot; None, said in a line, where it is not installed."""
-    try:
-        return require_matplotlib()
-    except UserError as error:
-        print(f"No plots: {error}")
-        return None
-
-
 def write_plots(directory, analysis, trace):
-    """The pictures of a session, into its directory; returns the names of those that could be made. What goes
-    wrong with one is a line on stderr: the others, and the report, are still wanted."""
-    pyplot, made = pyplot_or_none(), []
-    if pyplot is None:
-        return made
+    """The pictures of a session, into its directory; returns the names of those that could be made."""
     plots = {SUBLAYERS: (plot_sublayers, analysis["sublayers"], analysis["time_kind"]),
              TIMELINE: (plot_timeline, trace.memory_timeline(), trace.phase_begins())}
-    for name, (plot, *data) in plots.items():
-        with spared(name):
-            figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-            try:
-                plot(axis, *data)
-                save(figure, os.path.join(directory, name))
-                made.append(name)
-            finally:
-                pyplot.close(figure)
-    return made
+    return [name for name, plot in plots.items()
+            if drawn(os.path.join(directory, name), *plot, figsize=(8, 4.5))]
 
 
 def plot_sublayers(axis, entries, time_kind):
@@ -66,24 +44,18 @@ def plot_timeline(axis, timeline, begins):
     axis.set(xlabel="ms since the trace began", ylabel="MB, change since the trace began")
 
 
-def plot_ablation(path, results):
-    """Step times and saved activations of all variants that were measured, the first one as a line."""
-    pyplot = pyplot_or_none()
-    if pyplot is not None:
-        with spared(os.path.basename(path)):
-            draw_ablation(pyplot, path, [r for r in results if r["measured"]])
+def write_ablation_plot(path, rows):
+    """Step times and saved activations of the rows that were measured, the first one as a line."""
+    drawn(path, plot_ablation, [row for row in rows if row["measured"]], nrows=1, ncols=2, sharey=True,
+          figsize=(11, 0.5 + 0.35 * len(rows)))
 
 
-def draw_ablation(pyplot, path, results):
-    names = [r["name"] for r in results]
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 0.5 + 0.35 * len(names)), layout="constrained",
-                                   sharey=True)
-    times = np.array([[1e3 * r[f"{q}_batch_time"] for q in ("p20", "median", "p80")] for r in results]).T
+def plot_ablation(axes, rows):
+    names = [row["name"] for row in rows]
+    times = np.array([[1e3 * row[f"{q}_batch_time"] for q in ("p20", "median", "p80")] for row in rows]).T
     axes[0].barh(names, times[1], xerr=np.abs(times[[0, 2]] - times[1]), color="0.6")
     axes[0].axvline(times[1][0], color="0.2", linewidth=0.8)
     axes[0].set(xlabel="ms per step: median, p20 to p80")
-    axes[1].barh(names, [r["saved_activation_mb"] for r in results], color="0.6")
+    axes[1].barh(names, [row["saved_activation_mb"] for row in rows], color="0.6")
     axes[1].set(xlabel="saved activations, MB")
     axes[0].invert_yaxis()
-    save(figure, path)
-    pyplot.close(figure)

@@ -3,10 +3,9 @@ import os
 from dataclasses import fields
 
 from fusion_lab.measuring.analysis import ANALYSIS, at_most, shares_of_sublayers
-from fusion_lab.measuring.ceilings import ceiling_line
 from fusion_lab.measuring.gains import Gain, gain_over_earlier
 from fusion_lab.measuring.ranges import REST
-from fusion_lab.measuring.roofline import roofline_rows
+from fusion_lab.measuring.roofline import ceiling_line, roofline_rows
 from fusion_lab.measuring.summary import differing
 from fusion_lab.measuring.tables import cell, code, escaped, markdown
 from fusion_lab.measuring.variants import spelled
@@ -175,25 +174,14 @@ def comparison_rows(rows, title):
                cell(e["ratio"]) or ("gone" if e["after_us"] is None else "new")] for e in rows)]
 
 
-def interleaved_line(before, after):
-    """Two rows of the comparison, whose steps alternated, in a sentence."""
-    if not after["measured"]:
-        return f"Interleaved steps were not measured: {after['reason']}"
-    return (f"Interleaved steps of both: {1e3 * after['baseline_batch_time']:.2f} -> "
-            f"{1e3 * after['median_batch_time']:.2f} ms, {Gain.read(after).in_words()}.")
-
-
 def comparison_lines(comparison):
     """Two sessions side by side, as markdown."""
     before, after = comparison["step_ms"]
-    hint = "" if "interleaved" in comparison else " --compare-v1 lets steps alternate."
+    different = escaped("; ".join(comparison["differences"])) or "nothing in the settings"
     lines = [f"## Against {escaped(comparison['before'])}", "",
              f"A step takes {before:.2f} -> {after:.2f} ms: {Gain.read(comparison).in_words()}. The sessions "
-             f"ran one after the other; how the machine changed between them is not in the interval.{hint} "
-             "Different: "
-             f"{escaped('; '.join(comparison['differences'])) or 'nothing in the settings'}.", ""]
-    if "interleaved" in comparison:
-        lines += [interleaved_line(*comparison["interleaved"]), ""]
+             "ran one after the other; how the machine changed between them is not in the interval, and "
+             f"--compare-v1 lets steps alternate. Different: {different}.", ""]
     if len(set(comparison["time_kind"])) > 1:
         lines += [f"These are different clocks: {escaped(' and '.join(comparison['time_kind']))}.", ""]
     return [*lines, *markdown(comparison_rows(comparison["sublayers"], "sub-layer")), "",

@@ -2,7 +2,7 @@
 import os
 
 from fusion_lab.measuring.analysis import ANALYSIS
-from fusion_lab.measuring.roofline import measured_roofline, roofline_rows
+from fusion_lab.measuring.roofline import measure_ceilings, roofline_rows, roofline_table
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.measuring.trace import TraceAnalysis, read_trace
 from fusion_lab.profiler.report import REPORT, compare_sessions, comparison_lines, write_report
@@ -23,8 +23,9 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
                         code or FAILED)
     analysis = read_json(path)
     if roofline and not code:
-        analysis.update(measured_roofline(program, settings, choose_device(settings.training.device),
-                                          seconds_of_sublayers(analysis)))
+        ceilings = measure_ceilings(choose_device(settings.training.device), settings.training)
+        analysis.update(ceilings=ceilings, roofline=roofline_table(program, settings, ceilings,
+                                                                   seconds_of_sublayers(analysis)))
     if earlier:
         analysis["compared_with"] = compare_sessions(earlier[1], analysis, earlier[0])
     trace = TraceAnalysis(read_trace(os.path.join(directory, analysis["trace"])), program.model.SUBLAYERS)

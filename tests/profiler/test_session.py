@@ -124,31 +124,21 @@ def test_a_session_that_ends_before_its_trace_is_no_success(code, ends, tmp_path
 
 
 @pytest.mark.slow
-def test_v1_and_ablation_in_folders_of_their_own(tmp_path, capsys):
-    settings = given(num_steps=2, profile_dir=str(tmp_path))
-    result = several.compare_v1(PROGRAM, settings, str(tmp_path), 2, train=tof.train)
-    assert set(result) >= {"before", "differences", "time_kind", "step_ms", "sublayers", "kernels",
-                           "interleaved", "mode", "session_step_ms", "speedup"}
-    assert result["step_ms"] == [1e3 * row["median_batch_time"] for row in result["interleaved"]]
-    assert result["speedup"] == result["interleaved"][1]["speedup"]
-    assert [row["name"] for row in result["interleaved"]] == ["baseline", "given"]
-    for name in ("v1_baseline/fusion_analysis.json", "v2/fusion_analysis.json", "v1_comparison.md"):
-        assert (tmp_path / name).exists()
-    assert "enable_flash_attention False -> True" in result["differences"]
-
-
-@pytest.mark.slow
-def test_ablation_has_every_fusion_alone_and_left_out(tmp_path, monkeypatch, capsys):
-    names = several.ablation_names(PROGRAM)
-    usual = [name for name in PROGRAM.fusion_config().names() if getattr(PROGRAM.fusion_config(), name)]
-    assert len({fusion_named(name, PROGRAM.fusion_config()) for name in names}) == 3 + 2 * len(usual)
-    monkeypatch.setattr(several, "ablation_names", lambda *_: names[:2])
-    result = several.ablation(PROGRAM, given(num_steps=2), str(tmp_path), 2, train=tof.train)
+def test_an_ablation_is_a_comparison_and_a_session_of_each_row(tmp_path, capsys):
+    result = several.ablation(PROGRAM, given(num_steps=2), str(tmp_path), ["given"], 2, train=tof.train)
     assert result == json.loads((tmp_path / "ablation_summary.json").read_text())
-    assert result["mode"] == "ablation" and list(result["folders"]) == names[:2]
-    for folder in result["folders"].values():
-        assert (tmp_path / folder / "fusion_analysis.json").exists() and (tmp_path / f"{folder}.log").exists()
-    assert (tmp_path / "ablation_summary.md").exists() and (tmp_path / "ablation_summary.png").exists()
+    assert [row["name"] for row in result["variants"]] == list(result["folders"]) == ["baseline", "given"]
+    against = report.read_analysis(tmp_path / "given")["compared_with"]
+    assert against["before"] == str(tmp_path / "baseline")
+    assert "enable_flash_attention False -> True" in against["differences"]
+    for name in ("baseline.log", "given.log", "ablation_summary.md", "ablation_summary.png"):
+        assert (tmp_path / name).exists()
+
+
+def test_an_ablation_has_every_fusion_alone_and_left_out():
+    names, usual = several.ablation_names(PROGRAM), PROGRAM.fusion_config()
+    on = [name for name in usual.names() if getattr(usual, name)]
+    assert len({fusion_named(name, usual) for name in names}) == 3 + 2 * len(on)
 
 
 # A new sub-layer and a new switch, which nobody told the lab about
