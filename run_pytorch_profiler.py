@@ -14,8 +14,7 @@ from fusion_lab.measuring.analysis import ANALYSIS
 from fusion_lab.measuring.variants import GIVEN, with_fusion
 from fusion_lab.profiler.arguments import SCRIPT, parse
 from fusion_lab.profiler.report import read_analysis
-from fusion_lab.profiler.session import run_session
-from fusion_lab.profiler.several import SUMMARY, ablation, ablation_names
+from fusion_lab.profiler.session import SUMMARY, ablation, ablation_names, run_session
 from fusion_lab.training import reporting, torchrun
 from fusion_lab.training.files import claim, exit_code, finite
 from fusion_lab.training.flags import named_program

@@ -40,7 +40,7 @@ ROUNDS, SECONDS = 20, 60.0  # whichever ends first, where nobody says how many r
 FEWEST = 6  # rounds, from which on there is an interval of 95%
 MOST_BATCHES = 16  # alive on the device at once; more rounds repeat them
 INTERRUPTED, CUT_SHORT = "interrupted before it was measured", "interrupted while it was measured"
-NEVER = contextlib.nullcontext(SimpleNamespace(signal=None))  # a StopRequest that nobody makes
+NEVER = SimpleNamespace(signal=None)  # a StopRequest that nobody makes
 
 
 @dataclass
@@ -117,15 +117,17 @@ class Comparison:
 
 
 @contextlib.contextmanager
-def reasons(variant):
-    """Within, whatever stops a variant becomes its reason; the baseline must run."""
+def reasons(candidate):
+    """Within, whatever stops a candidate becomes its reason, and it gives its memory back; the baseline must
+    run."""
     try:
         yield
     except Exception as error:  # compilers fail in many ways, and the other rows are still wanted
-        if variant.name == BASELINE:
+        if candidate.name == BASELINE:
             raise
         text = str(error).strip().splitlines()
-        variant.reason = f"{type(error).__name__}: {text[0][:160] if text else 'no message'}"
+        candidate.trainer = None
+        candidate.reason = f"{type(error).__name__}: {text[0][:160] if text else 'no message'}"
 
 
 def release():
@@ -143,8 +145,8 @@ class Candidate:
     """A variant that is measured in this process: a warm trainer, what was counted of it, and its clock."""
 
     def __init__(self, variant):
-        self.variant, self.trainer, self.counts, self.first_step_time = variant, None, None, None
-        self.timer, self.losses = None, []
+        self.variant, self.name, self.reason = variant, variant.name, variant.reason
+        self.trainer, self.counts, self.first_step_time, self.timer, self.losses = None, None, None, None, []
 
     def count(self, program, device, batch):
         """Make the trainer, whose weights follow from the seed alone, and count one of its steps. What other
@@ -176,8 +178,8 @@ class Candidate:
         """Its Row, from the rounds in which both it and the baseline had their turn."""
         variant, counts = self.variant, self.counts
         rounds = min(len(self.losses), len(baseline.losses))
-        if variant.reason or not rounds:
-            return not_measured(variant, variant.reason or INTERRUPTED)
+        if self.reason or not rounds:
+            return not_measured(variant, self.reason or INTERRUPTED)
         fusion, phases = variant.settings.fusion, self.timer.seconds()[:rounds]
         steps, before = phases.sum(axis=1), baseline.timer.seconds()[:rounds].sum(axis=1)
         p20, median, p80 = quantiles(steps)
@@ -202,15 +204,14 @@ def alternate(candidates, supply, rounds, request):
     ended."""
     began = time.monotonic()
     for number in itertools.count():
-        alive = [candidate for candidate in candidates if not candidate.variant.reason]
-        first = number % len(alive)
+        alive = [candidate for candidate in candidates if not candidate.reason]
+        first = number % max(1, len(alive))
         for candidate in alive[first:] + alive[:first]:
             if request.signal:
                 return f"interrupted after {counted(number, 'round')}"
-            with reasons(candidate.variant):
+            with reasons(candidate):
                 candidate.take_turn(number, supply[number % len(supply)])
-            if candidate.variant.reason:
-                candidate.trainer = None  # its memory is for the others
+            if candidate.reason:
                 release()
         if number + 1 == (rounds or ROUNDS):
             return counted(number + 1, "round")
@@ -222,10 +223,10 @@ def alternate(candidates, supply, rounds, request):
 def candidates_of(program, variants, device, batch, note):
     """The variants that share this process, the baseline first, each counted."""
     candidates = [Candidate(variant) for variant in variants]
-    wanted = [candidate for candidate in candidates if not candidate.variant.reason]
+    wanted = [candidate for candidate in candidates if not candidate.reason]
     for number, candidate in enumerate(wanted, 1):
-        note(f"counting memory and launches of {candidate.variant.name}, {number} of {len(wanted)}")
-        with reasons(candidate.variant):
+        note(f"counting memory and launches of {candidate.name}, {number} of {len(wanted)}")
+        with reasons(candidate):
             candidate.count(program, device, batch)
         release()
     return candidates
@@ -296,7 +297,7 @@ def why(code, text, name):
 
 
 def compare(program, settings, names=None, rounds=None, show=lambda comparison: None,
-            note=lambda text: None, stop=NEVER):
+            note=lambda text: None, stop=None):
     """Measure variants by name (variants.py; None: the usual ones) and return a Comparison. show(comparison)
     is called whenever more of its rows are known, note(text) hears what goes on. rounds: so many; None: what
     ends first of ROUNDS and SECONDS. stop: a StopRequest, entered for the rounds: once it is asked, what is
@@ -318,7 +319,7 @@ def compare(program, settings, names=None, rounds=None, show=lambda comparison: 
             row.add_savings(found.rows[0])
         show(found)
 
-    with stop as request:
+    with stop or contextlib.nullcontext(NEVER) as request:
         limit = "" if rounds else f", or {SECONDS:g} s of them"
         note(f"{rounds or ROUNDS} rounds{limit}, in which each takes a step")
         found.ended = alternate(candidates, supply, rounds, request)

@@ -1,5 +1,4 @@
 """Steps of different makes side by side: each alone for its peak memory, then in turn for the times."""
-import gc
 import re
 from dataclasses import replace
 from functools import partial
@@ -7,6 +6,7 @@ from functools import partial
 import torch
 
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.measuring.compare import NEVER, alternate, reasons, release
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.measuring.variants import at_work
 from fusion_lab.training.feeding import to_device
@@ -17,41 +17,51 @@ WARMUP_STEPS = 3
 
 
 class Contender:
-    """What make() gives, warm after three steps; its row {name, peak_mb, loss, then p20, median, p80 in s}.
+    """What make() gives, and its row {name, peak_mb, loss, then p20, median, p80 in s}, or {name, reason}.
 
     peak_mb (None on a CPU) is all that a step needs beside what was there before: weights, optimizer, and on
     a stream of its own also the workspaces that libraries keep for every stream, as a CUDA graph holds them.
     """
 
-    def __init__(self, name, make, batch, device):
+    def __init__(self, name, make):
+        self.name, self.make, self.reason, self.trainer = name, make, None, None
+
+    def warm_up(self, batch, device):
+        """Three steps, then one for the peak memory."""
         torch._dynamo.reset()
         on_gpu = device.type == "cuda"
         self.stream, self.timer, before = torch.cuda.Stream(device) if on_gpu else None, PhaseTimer(device), 0
         if on_gpu:
-            gc.collect()
+            release()
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
         with torch.cuda.stream(self.stream):
-            self.made = make()
+            self.trainer = self.make()
             for _ in range(WARMUP_STEPS):
-                self.made.step(batch).item()
+                self.trainer.step(batch).item()
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            self.row = dict(name=name, loss=self.made.step(batch).item(), peak_mb=None)
+            self.loss, self.peak = self.trainer.step(batch).item(), None
         if on_gpu:
-            graph = getattr(self.made, "graph", None)  # whose memory is that of its capture
+            graph = getattr(self.trainer, "graph", None)  # whose memory is that of its capture
             peak = max(torch.cuda.max_memory_allocated(), graph.peak if graph else 0)
-            self.row["peak_mb"] = (peak - before) / MEGABYTE
+            self.peak = (peak - before) / MEGABYTE
 
-    def timed_step(self, batch):
-        """Behind an untimed one, which fills the GPU's queue; nobody else's step runs beside it."""
+    def take_turn(self, number, batch):
+        """A timed step behind an untimed one, which fills the GPU's queue; nobody else's step runs beside."""
         with torch.cuda.stream(self.stream):
-            self.made.step(batch)
+            self.trainer.step(batch)
             self.timer.start()
-            self.made.step(batch)
+            self.trainer.step(batch)
             self.timer.mark()
         if self.stream:
             self.stream.synchronize()
+
+    def row(self):
+        if self.reason:
+            return dict(name=self.name, reason=self.reason)
+        p20, median, p80 = quantiles(self.timer.seconds()[:, 0])
+        return dict(name=self.name, loss=self.loss, peak_mb=self.peak, p20=p20, median=median, p80=p80)
 
 
 def clipped_step(loss, model, optimizer):
@@ -79,34 +89,18 @@ def ours(program, settings, device, amp, switches):
     return found
 
 
-def race(contenders, batch, steps):
-    """Fill their rows with times of so many steps; each round begins with another one."""
-    for number in range(steps if contenders else 0):
-        first = number % len(contenders)
-        for contender in contenders[first:] + contenders[:first]:
-            contender.timed_step(batch)
-    for contender in contenders:
-        found = quantiles(contender.timer.seconds()[:, 0])
-        contender.row.update(zip(("p20", "median", "p80"), found, strict=True))
-
-
 def measured(made, only, batch, device, steps):
     """Rows of those of made, {name: what makes a contender}, whose names the regular expression finds; of one
     that cannot run the row has the reason. UserError if it finds none."""
-    entered, rows, batch = [], [], to_device(batch, device)
-    for name, make in made.items():
-        if not re.search(only, name):
-            continue
-        try:
-            entered.append(Contender(name, make, batch, device))
-            rows.append(entered[-1].row)
-        except Exception as error:  # peers fail in their own ways, and the rest is still wanted
-            first = str(error).strip().partition("\n")[0]
-            rows.append(dict(name=name, reason=f"{type(error).__name__}: {first[:150]}"))
-    if not rows:
+    entered = [Contender(name, make) for name, make in made.items() if re.search(only, name)]
+    if not entered:
         raise UserError(f"--only {only}: no contender has such a name")
-    race(entered, batch, steps)
-    return rows
+    batch = to_device(batch, device)
+    for contender in entered:
+        with reasons(contender):
+            contender.warm_up(batch, device)
+    alternate(entered, [batch], steps, NEVER)
+    return [contender.row() for contender in entered]
 
 
 def table(title, rows):

@@ -22,12 +22,9 @@ def markdown(rows):
 
 
 def code(text, longest=90):
-    """A name from elsewhere as code in markdown: between more backticks than there are in a row in it."""
-    text = printable(text)
-    text = text if longest is None or len(text) <= longest else text[:longest - 3] + "..."
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    space = " " if text[:1] == "`" or text[-1:] == "`" else ""
-    return fence + space + text + space + fence
+    """A name from elsewhere as code in markdown, which a backtick in it would end."""
+    text = printable(text).replace("`", "'")
+    return "`" + (text if longest is None or len(text) <= longest else text[:longest - 3] + "...") + "`"
 
 
 def escaped(text):

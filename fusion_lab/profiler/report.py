@@ -9,8 +9,8 @@ from fusion_lab.measuring.roofline import ceiling_line, roofline_rows
 from fusion_lab.measuring.summary import differing
 from fusion_lab.measuring.tables import cell, code, escaped, markdown
 from fusion_lab.measuring.variants import spelled
-from fusion_lab.profiler.plots import SUBLAYERS, TIMELINE, write_plots
-from fusion_lab.training.files import UserError, finite, read_json, write_json, write_text
+from fusion_lab.profiler.plots import SUBLAYERS, TIMELINE
+from fusion_lab.training.files import UserError, read_json, write_text
 
 REPORT = "comprehensive_profiling_report.md"
 TOP = 20
@@ -68,14 +68,20 @@ def sizes_text(program, settings):
     return ", ".join(f"{letter} {settings.get(axis)}" for axis, letter in program.axes.items())
 
 
+def machine_line(result):
+    """Where and when a result was measured, and of which commit."""
+    system = result["system_info"]
+    return (f"{code(system['gpu_name'] or system['host_cpu'])}, torch {system['torch_version']}, "
+            f"{result['timestamp']}, commit {(system['git_commit'] or 'unknown')[:12]}")
+
+
 def run_lines(program, settings, analysis):
     """What was run, where, and how long a step takes."""
-    system, step = analysis["system_info"], analysis["step"]
+    step = analysis["step"]
     sizes = ", ".join(f"{name} {value}" for name, value in analysis["config"].items()
                       if name not in program.axes)
     on = [name.removeprefix("enable_") for name, value in analysis["fusion_config"].items() if value is True]
-    return [f"{code(system['gpu_name'] or system['host_cpu'])}, torch {system['torch_version']}, "
-            f"{analysis['timestamp']}, commit {(system['git_commit'] or 'unknown')[:12]}.",
+    return [f"{machine_line(analysis)}.",
             f"{program.name}: {sizes_text(program, settings)}; {sizes}; on: {', '.join(on) or 'nothing'}.",
             "",
             f"A step takes **{step['untraced_ms']:.2f} ms** (median of {len(step['step_times'])}; p20 "
@@ -110,16 +116,6 @@ def report_lines(program, settings, analysis, pictures=()):
         lines += ["", *comparison_lines(analysis["compared_with"])]
     return [*lines, "", f"Trace of {analysis['profile_steps']} steps: `{analysis['trace']}`, for "
             f"https://ui.perfetto.dev. All figures: `{ANALYSIS}`."]
-
-
-def write_report(directory, program, settings, analysis, trace):
-    """All files of a session but the trace; returns the names of the pictures."""
-    write_json(os.path.join(directory, ANALYSIS), finite(analysis))
-    path = os.path.join(directory, REPORT)
-    write_lines(path, report_lines(program, settings, analysis))  # before what may fail
-    pictures = write_plots(directory, analysis, trace)
-    write_lines(path, report_lines(program, settings, analysis, pictures))
-    return pictures
 
 
 def write_lines(path, lines):

@@ -1,13 +1,39 @@
-"""One session of the PyTorch profiler: a training run with the profiler on, and a report of what it found."""
+"""Sessions of the PyTorch profiler: a training run with the profiler on and a report of what it found; and an
+ablation, which is a comparison and a session of each of its rows."""
+import contextlib
 import os
+from collections import Counter
 
 from fusion_lab.measuring.analysis import ANALYSIS
+from fusion_lab.measuring.compare import compare, release
+from fusion_lab.measuring.comparison_table import Notes, below, table
 from fusion_lab.measuring.roofline import measure_ceilings, roofline_rows, roofline_table
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.measuring.trace import TraceAnalysis, read_trace
-from fusion_lab.profiler.report import REPORT, compare_sessions, comparison_lines, write_report
-from fusion_lab.training.files import FAILED, UserError, read_json
+from fusion_lab.measuring.variants import (
+    BASELINE,
+    COMPILED,
+    FUSED,
+    ONLY,
+    WITHOUT,
+    fusion_named,
+    spelled,
+    with_fusion,
+)
+from fusion_lab.profiler.plots import write_ablation_plot, write_plots
+from fusion_lab.profiler.report import (
+    REPORT,
+    compare_sessions,
+    comparison_lines,
+    machine_line,
+    report_lines,
+    sizes_text,
+    write_lines,
+)
+from fusion_lab.training.files import FAILED, StopRequest, UserError, finite, read_json, write_json
 from fusion_lab.training.machine import choose_device
+
+SUMMARY = "ablation_summary"
 
 
 def run_session(program, settings, directory, train, roofline=False, earlier=None):
@@ -24,24 +50,20 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
     analysis = read_json(path)
     if roofline and not code:
         ceilings = measure_ceilings(choose_device(settings.training.device), settings.training)
-        analysis.update(ceilings=ceilings, roofline=roofline_table(program, settings, ceilings,
-                                                                   seconds_of_sublayers(analysis)))
+        measured = Counter()
+        for e in analysis["sublayers"]:
+            measured[e["name"]] += e["total_us"] / 1e6
+        analysis.update(ceilings=ceilings, roofline=roofline_table(program, settings, ceilings, measured))
     if earlier:
         analysis["compared_with"] = compare_sessions(earlier[1], analysis, earlier[0])
     trace = TraceAnalysis(read_trace(os.path.join(directory, analysis["trace"])), program.model.SUBLAYERS)
-    pictures = write_report(directory, program, settings, analysis, trace)
+    pictures = [] if code else write_plots(directory, analysis, trace)
+    write_json(path, finite(analysis))
+    write_lines(os.path.join(directory, REPORT), report_lines(program, settings, analysis, pictures))
     print_session(analysis, directory, pictures)
     if code:
         raise UserError("interrupted: the report is of the steps that there were", code)
     return analysis
-
-
-def seconds_of_sublayers(analysis):
-    """{sub-layer: seconds per step, forward and backward}"""
-    measured = {}
-    for e in analysis["sublayers"]:
-        measured[e["name"]] = measured.get(e["name"], 0.0) + e["total_us"] / 1e6
-    return measured
 
 
 def print_session(analysis, directory, pictures):
@@ -56,3 +78,44 @@ def print_session(analysis, directory, pictures):
     print("Findings:")
     for number, text in enumerate(analysis["findings"], 1):
         print(f"   {number}. {text}")
+
+
+def ablation_names(program):
+    """Baseline, each fusion alone, all, and all without each one of those that are on by default."""
+    usual = program.fusion_config()
+    switches = [spelled(name) for name in usual.names() if getattr(usual, name)]
+    return [BASELINE, *(f"{ONLY}{name}" for name in switches), FUSED,
+            *(f"{WITHOUT}{name}" for name in switches), COMPILED]
+
+
+def ablation(program, settings, directory, names, rounds, **options):
+    """compare() of variants by name, then a session of each that was measured, run_session's options with it,
+    in a folder of its own; what it prints goes into a log beside that. Returns the content of
+    ablation_summary.json, which is written anew with each of them. Raises UserError after a signal."""
+    path, folders, baseline = os.path.join(directory, SUMMARY), {}, None
+
+    def save(found):
+        result = dict(found.as_dict(), mode="ablation", folders=folders)
+        write_json(f"{path}.json", result)
+        return result
+
+    found = compare(program, settings, names, rounds, save, Notes(), stop := StopRequest())
+    release()
+    if stop.signal:
+        raise UserError("interrupted: what is known so far was kept", 128 + stop.signal)
+    lines, result = [*table(found.rows), "", *below(found)], save(found)
+    print("\n".join(lines))
+    about = f"{machine_line(result)}, {sizes_text(program, settings)}."
+    write_lines(f"{path}.md", ["# Ablation", "", about, "", *lines])
+    write_ablation_plot(f"{path}.png", result["variants"])
+    for name in [row.name for row in found.rows if row.measured]:
+        chosen = with_fusion(settings, fusion_named(name, settings.fusion))
+        place = os.path.join(directory, name)
+        print(f"Session of {name} in {place}", flush=True)
+        with open(f"{place}.log", "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+            analysis = run_session(program, chosen, place, **options, earlier=baseline)
+        baseline = baseline or (place, analysis)
+        release()
+        folders[name] = name
+        result = save(found)
+    return result

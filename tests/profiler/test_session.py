@@ -12,8 +12,8 @@ from fusion_lab.measuring.probe import probe
 from fusion_lab.measuring.ranges import RECOMPUTE
 from fusion_lab.measuring.trace import read_trace
 from fusion_lab.measuring.variants import fusion_named, with_fusion
-from fusion_lab.profiler import report, several
-from fusion_lab.profiler.session import run_session
+from fusion_lab.profiler import report
+from fusion_lab.profiler.session import ablation, ablation_names, run_session
 from fusion_lab.training.files import UserError, exit_code
 from fusion_lab.training.options import option
 from run_pytorch_profiler import run
@@ -125,7 +125,7 @@ def test_a_session_that_ends_before_its_trace_is_no_success(code, ends, tmp_path
 
 @pytest.mark.slow
 def test_an_ablation_is_a_comparison_and_a_session_of_each_row(tmp_path, capsys):
-    result = several.ablation(PROGRAM, given(num_steps=2), str(tmp_path), ["given"], 2, train=tof.train)
+    result = ablation(PROGRAM, given(num_steps=2), str(tmp_path), ["given"], 2, train=tof.train)
     assert result == json.loads((tmp_path / "ablation_summary.json").read_text())
     assert [row["name"] for row in result["variants"]] == list(result["folders"]) == ["baseline", "given"]
     against = report.read_analysis(tmp_path / "given")["compared_with"]
@@ -136,7 +136,7 @@ def test_an_ablation_is_a_comparison_and_a_session_of_each_row(tmp_path, capsys)
 
 
 def test_an_ablation_has_every_fusion_alone_and_left_out():
-    names, usual = several.ablation_names(PROGRAM), PROGRAM.fusion_config()
+    names, usual = ablation_names(PROGRAM), PROGRAM.fusion_config()
     on = [name for name in usual.names() if getattr(usual, name)]
     assert len({fusion_named(name, usual) for name in names}) == 3 + 2 * len(on)
 
@@ -193,7 +193,7 @@ def test_a_new_sublayer_and_a_new_switch_walk_through_a_session(tmp_path, capsys
     text = (tmp_path / report.REPORT).read_text()
     assert "| pair_scale | " in text and "scaling" in text.split("; on: ")[1].splitlines()[0]
     assert report.read_analysis(str(tmp_path)) == found
-    assert {"only-scaling", "without-scaling"} <= {*several.ablation_names(NEW_PROGRAM)}
+    assert {"only-scaling", "without-scaling"} <= {*ablation_names(NEW_PROGRAM)}
 
 
 # Command line

@@ -60,7 +60,7 @@ def test_a_round_that_a_signal_cut_short_counts_for_nobody():
 
 def test_so_many_rounds_as_were_asked_for_however_long_they_take(monkeypatch):
     monkeypatch.setattr(compare.time, "monotonic", iter(range(0, 10 ** 6, 1000)).__next__)
-    one = SimpleNamespace(variant=SimpleNamespace(reason=None), take_turn=lambda number, batch: None)
+    one = SimpleNamespace(name="one", reason=None, take_turn=lambda number, batch: None)
     assert compare.alternate([one], [None], 9, SimpleNamespace(signal=None)) == "9 rounds"
 
 
