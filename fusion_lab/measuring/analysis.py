@@ -35,7 +35,6 @@ def analysis_of(trainer, found, times, peak, profiling):
     entries = sublayer_entries(trace, found, profiling.samples)
     inside = sum(e["share"] for e in entries if e["name"] != REST)
     outside = sum(e["share"] for e in entries if e["direction"] in (OUTSIDE, NOT_RECORDED))
-    kernels, kinds = kernel_entries(trace)
     configs = settings.as_dict()
     clock = "CPU time, without the profiler" if profiling.without else "CPU time, under the profiler"
     result = dict(
@@ -45,9 +44,9 @@ def analysis_of(trainer, found, times, peak, profiling):
         trace=os.path.basename(profiling.trace),
         time_kind="GPU time of kernels and copies" if trace.on_gpu else clock,
         unit="kernel" if trace.on_gpu else "operation", step=step,
-        total_us=sum(e["total_us"] for e in entries), sublayers=entries, launches_per_step=found.launches,
+        sublayers=entries, launches_per_step=found.launches,
         coverage=dict(sublayers=inside, rest=1 - inside - outside, unattributed=outside),
-        kernels=kernels, kinds=kinds,
+        kernels=trace.kernel_table(),
         saved_activation_mb={name: size / MEGABYTE for name, size in found.saved.items()},
         flops_per_step=found.flops, flops_share=flops_share(program, flops_by_sublayer(program, settings)),
         memory_peak_mb=peak, unrecorded=unrecorded,
@@ -77,25 +76,9 @@ def sublayer_entries(trace, found, samples):
     return [dict(
         name=place[0], direction=place[1], calls=table[place]["calls"], total_us=us, share=us / total,
         launches=table[place]["launches"] if trace.on_gpu else launches and launches.get(place),
-        allocated_mb=in_megabytes(table[place]["allocated_bytes"]),
-        saved_activation_mb=in_megabytes(found.saved.get(place[0], 0) if place[1] == "forward" else None)
+        allocated_mb=table[place]["allocated_mb"],
+        saved_activation_mb=found.saved.get(place[0], 0) / MEGABYTE if place[1] == "forward" else None
     ) for place, us in sorted(times.items(), key=lambda item: -item[1])]
-
-
-def in_megabytes(size):
-    return None if size is None else size / MEGABYTE
-
-
-def kernel_entries(trace):
-    """(per-kernel table, the same by kind), with shares of the sum of own times."""
-    kernels, kinds = trace.kernel_table(), {}
-    total = sum(e["self_us"] for e in kernels) or 1.0
-    for e in kernels:
-        e["share"] = e["self_us"] / total
-        entry = kinds.setdefault(e["kind"], dict(calls=0, self_us=0.0, share=0.0))
-        for key in entry:
-            entry[key] += e[key]
-    return kernels, kinds
 
 
 def launch_arithmetic(launches, step, lost=False):

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from fusion_lab.measuring.kinds import kind_of_kernel, kind_of_operation
 from fusion_lab.measuring.ranges import PHASES, RECOMPUTE, REST, place_of
 from fusion_lab.measuring.roctx import BLIND, GRAPHS
+from fusion_lab.training.machine import MEGABYTE
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime")
@@ -110,10 +111,10 @@ class TraceAnalysis:
 
     def sublayer_table(self):
         """{(sub-layer, direction): sums}: calls, device_us and launches (of GPU work; None without a GPU),
-        allocated_bytes (None if the trace has no memory events)."""
+        allocated_mb (None if the trace has no memory events)."""
         sums = defaultdict(lambda: dict(calls=0, device_us=0.0 if self.on_gpu else None,
                                         launches=0 if self.on_gpu else None,
-                                        allocated_bytes=0 if self.memory else None))
+                                        allocated_mb=0 if self.memory else None))
         for event in self.phases:
             sums[REST, event["name"]]["calls"] += 1
         for event in self.named:
@@ -124,13 +125,14 @@ class TraceAnalysis:
             entry["device_us"] += event["dur"]
             entry["launches"] += event["cat"] == "kernel"
         for event in self.memory:
-            sums[self.place(event["tid"], event["ts"])]["allocated_bytes"] += max(0, event["args"]["Bytes"])
+            sums[self.place(event["tid"], event["ts"])]["allocated_mb"] += (
+                max(0, event["args"]["Bytes"]) / MEGABYTE)
         return {key: {k: v if v is None else v / self.steps for k, v in entry.items()}
                 for key, entry in sorted(sums.items())}
 
     def kernel_table(self):
-        """[{name, kind, calls, self_us, total_us, launches}, ...], the longest first: GPU work by name, or on
-        a CPU the operations, whose total includes what they call."""
+        """Dicts of name, kind, calls, self_us, total_us, launches, share, the longest first: GPU work by name,
+        or on a CPU the operations, whose total includes what they call; shares are of all own times."""
         sums = defaultdict(lambda: dict(calls=0, self_us=0.0, total_us=0.0, launches=0))
         for event, own in self.pieces:
             entry = sums[event["name"]]
@@ -139,8 +141,9 @@ class TraceAnalysis:
             entry["total_us"] += event["dur"]
             entry["launches"] += event["cat"] == "kernel"
         kind_of = kind_of_kernel if self.on_gpu else kind_of_operation
-        rows = [dict(name=name, kind=kind_of(name), **{k: v / self.steps for k, v in entry.items()})
-                for name, entry in sums.items()]
+        total = sum(own for _, own in self.pieces) or 1.0
+        rows = [dict(name=name, kind=kind_of(name), share=entry["self_us"] / total,
+                     **{k: v / self.steps for k, v in entry.items()}) for name, entry in sums.items()]
         for entry in () if self.on_gpu else rows:
             entry["launches"] = None  # an operation is called here, not launched
         return sorted(rows, key=lambda entry: -entry["self_us"])

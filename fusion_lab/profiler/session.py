@@ -57,8 +57,8 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
     if earlier:
         analysis["compared_with"] = compare_sessions(earlier[1], analysis, earlier[0])
     trace = TraceAnalysis(read_trace(os.path.join(directory, analysis["trace"])), program.model.SUBLAYERS)
-    pictures = [] if code else write_plots(directory, analysis, trace)
     write_json(path, finite(analysis))
+    pictures = [] if code else write_plots(directory, analysis, trace)
     write_lines(os.path.join(directory, REPORT), report_lines(program, settings, analysis, pictures))
     print_session(analysis, directory, pictures)
     if code:

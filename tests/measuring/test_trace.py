@@ -59,7 +59,7 @@ def test_sums_of_a_cpu_trace():
     trace = TraceAnalysis(cpu_trace(), SUBLAYERS)
     assert trace.steps == 2 and not trace.on_gpu and trace.gpu_busy() is None
     table = trace.sublayer_table()
-    assert {key: (entry["calls"], entry["allocated_bytes"]) for key, entry in table.items()} == {
+    assert {key: (entry["calls"], entry["allocated_mb"] * 2 ** 20) for key, entry in table.items()} == {
         ("mix", "forward"): (1, 64.0), ("up", "forward"): (1, 896.5), ("mix", "backward"): (1, 0.0),
         (REST, "forward"): (1, 33.0), (REST, "backward"): (1, 0.0), (REST, "optimizer"): (0.5, 0.0),
         (REST, "data"): (0.5, 0.0)}
@@ -73,13 +73,13 @@ def test_operations_of_a_cpu_trace():
     assert list(table) == ["aten::mm", "aten::add_", "aten::item", "aten::linear", "aten::detach"]
     product, linear = table["aten::mm"], table["aten::linear"]
     assert product == dict(name="aten::mm", kind="matrix product", calls=3.0, self_us=18.0, total_us=18.0,
-                           launches=None)
+                           launches=None, share=36 / 51)
     assert (linear["self_us"], linear["total_us"]) == (2.0, 8.0) and table["aten::item"]["calls"] == 0.5
     for event in (events := cpu_trace()):
         if event["name"] == "[memory]":
             event["name"] = "else"
     without = TraceAnalysis(events, SUBLAYERS)
-    assert {entry["allocated_bytes"] for entry in without.sublayer_table().values()} == {None}
+    assert {entry["allocated_mb"] for entry in without.sublayer_table().values()} == {None}
     assert without.memory_timeline() == [] and without.phase_begins()[0] == (1100.0, "backward")
 
 
@@ -124,7 +124,7 @@ def test_sums_of_a_gpu_trace():
     assert figures == {(REST, "forward"): (0.0, 0), ("up", "forward"): (120.0, 2),
                        ("mix", RECOMPUTE): (8.0, 0), (REST, "backward"): (3.0, 0),
                        (REST, "launch not recorded"): (1.0, 1), (REST, OUTSIDE): (0.0, 0)}
-    assert trace.sublayer_table()["up", "forward"]["allocated_bytes"] == 300
+    assert trace.sublayer_table()["up", "forward"]["allocated_mb"] == 300 / 2 ** 20
     assert trace.gpu_busy() == 100 + 8 + 3 + 1
     assert trace.step_us() == 150.0
     assert trace.memory_timeline() == [(0.0, 300), (2.0, 0), (1974.0, 0)]
