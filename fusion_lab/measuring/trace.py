@@ -9,7 +9,7 @@ import bisect
 import json
 from collections import Counter, defaultdict
 
-from fusion_lab.measuring.kinds import kind_of_kernel, kind_of_operation
+from fusion_lab.measuring.kinds import kind_of_kernel
 from fusion_lab.measuring.ranges import PHASES, RECOMPUTE, REST, place_of
 from fusion_lab.measuring.roctx import BLIND, GRAPHS
 from fusion_lab.training.machine import MEGABYTE
@@ -131,21 +131,15 @@ class TraceAnalysis:
                 for key, entry in sorted(sums.items())}
 
     def kernel_table(self):
-        """Dicts of name, kind, calls, self_us, total_us, launches, share, the longest first: GPU work by name,
-        or on a CPU the operations, whose total includes what they call; shares are of all own times."""
-        sums = defaultdict(lambda: dict(calls=0, self_us=0.0, total_us=0.0, launches=0))
+        """Dicts of name, kind, calls, self_us, launches and share, the longest first: GPU work by name, or on
+        a CPU operations, which have no kind and no launches; shares are of all own times."""
+        sums, total = defaultdict(Counter), sum(own for _, own in self.pieces) or 1.0
         for event, own in self.pieces:
-            entry = sums[event["name"]]
-            entry["calls"] += 1
-            entry["self_us"] += own
-            entry["total_us"] += event["dur"]
-            entry["launches"] += event["cat"] == "kernel"
-        kind_of = kind_of_kernel if self.on_gpu else kind_of_operation
-        total = sum(own for _, own in self.pieces) or 1.0
-        rows = [dict(name=name, kind=kind_of(name), share=entry["self_us"] / total,
-                     **{k: v / self.steps for k, v in entry.items()}) for name, entry in sums.items()]
-        for entry in () if self.on_gpu else rows:
-            entry["launches"] = None  # an operation is called here, not launched
+            sums[event["name"]].update(calls=1, self_us=own, launches=event["cat"] == "kernel")
+        rows = [dict(name=name, kind=kind_of_kernel(name) if self.on_gpu else None,
+                     calls=entry["calls"] / self.steps, self_us=entry["self_us"] / self.steps,
+                     launches=entry["launches"] / self.steps if self.on_gpu else None,
+                     share=entry["self_us"] / total) for name, entry in sums.items()]
         return sorted(rows, key=lambda entry: -entry["self_us"])
 
     def unrecorded(self, graph_kernels=None):

@@ -58,9 +58,11 @@ def switch_rows(program, analysis):
 
 
 def kernel_rows(analysis):
-    rows = [[analysis["unit"], "kind", "calls", "share", "launches"]]
-    return rows + [[code(e["name"]), e["kind"], cell(e["calls"], ".0f"), cell(e["share"], ".1f", 100, "%"),
-                    cell(e["launches"], ".0f")] for e in analysis["kernels"][:TOP]]
+    """A row for each of the longest ones; operations of a CPU have neither kind nor launches."""
+    rows = [[analysis["unit"], "calls", "share", "kind", "launches"]]
+    rows += [[code(e["name"]), cell(e["calls"], ".0f"), cell(e["share"], ".1f", 100, "%"), e["kind"],
+              cell(e["launches"], ".0f")] for e in analysis["kernels"][:TOP]]
+    return rows if analysis["unit"] == "kernel" else [row[:3] for row in rows]
 
 
 def sizes_text(program, settings):

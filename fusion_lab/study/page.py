@@ -7,7 +7,7 @@ from fusion_lab.measuring.tables import cell
 from fusion_lab.study.summary import findings, gain_of
 from fusion_lab.training.files import counted
 
-TEXT_COLUMNS = {"shape", "setting", "switch", "of", "in", "at", "over", "not measured"}
+TEXT_COLUMNS = {"shape", "setting", "switch", "not measured"}
 
 STYLE = """
 body { font: 16px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto;
@@ -40,7 +40,7 @@ def page(study, summary, how, pictures):
         f'<h1>{title}</h1>\n<p class="meta">{escape(meta)}</p>\n<pre>{escape(how["command"])}</pre>',
         "<ul>", *(f"<li>{escape(sentence)}</li>" for sentence in findings(study, summary)), "</ul>",
         *map(figure, pictures), points_table(study, summary), ablation_table(study, summary),
-        exponents_table(study, summary), method(study)]
+        method(study)]
     return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
             f"<title>{title}</title><style>{STYLE}</style></head>\n<body>\n"
@@ -99,13 +99,6 @@ def ablation_table(study, summary):
             for e in summary["ablation"]]
     head = "shape", "switch", "alone, over none", "last, over all others"
     return html_table("ablation", "Ablation", head, rows)
-
-
-def exponents_table(study, summary):
-    rows = [[e["setting"], "time" if e["figure"] == "median_ms" else "memory", study.axes[e["axis"]],
-             rounded(e["exponent"]), e["at"], ", ".join(map(str, e["over"]))] for e in summary["scaling"]]
-    head = "setting", "of", "in", "exponent", "at", "over"
-    return html_table("exponents", "Fitted exponents: p in cost = c · size^p", head, rows)
 
 
 def method(study):

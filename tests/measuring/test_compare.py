@@ -226,14 +226,6 @@ def test_a_child_that_ends_leaves_no_process_and_says_why(asked, seconds, then, 
     wait_for(lambda: gone(pid.read_text().strip()))
 
 
-def test_a_child_that_was_ended_early_gives_no_row(monkeypatch):
-    """Its file has fewer rounds than the others' rows."""
-    monkeypatch.setattr(compare, "compare_apart", lambda *_: (dict(variants=[]), "exit code 143"))
-    variant = make_variants(SETTINGS, "compiled", False)[1]
-    row = compare.measure_apart(SECOND, SETTINGS, variant, 4, SimpleNamespace(signal=None))
-    assert row.reason == "exit code 143" and not row.measured
-
-
 def test_what_fails_in_a_round_gives_its_memory_back_and_the_others_go_on(counting):
     variants = make_variants(SETTINGS, "fused", False)
     batch = counting.data(SETTINGS).batch(0)

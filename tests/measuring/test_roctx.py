@@ -49,5 +49,3 @@ def test_no_roctx_is_an_error_that_names_it(monkeypatch):
     roctx.loaded.cache_clear()
     with pytest.raises(OSError, match="librocprofiler-sdk-roctx.so"):
         roctx.resume()
-
-

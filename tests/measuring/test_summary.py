@@ -123,16 +123,13 @@ def of_steps(*milliseconds):
                 step_times=[ms / 1e3 for ms in milliseconds])
 
 
-@pytest.mark.parametrize("before, after, said", [
-    ((40, 38, 40, 40, 40, 42, 99), (20,) * 7, "100.0 -> 200.0 samples/sec, 2.00x (95% interval 1.90 to 4.9"),
-    ((40, 38, 40, 40, 40, 42), (41, 37, 40, 40, 40, 39), "1.00x (95% interval 0.93 to 1.14, within noise)"),
-    ((40,) * 5, (20,) * 9, "2.00x (too few steps for an interval)")])
-def test_a_ratio_of_two_files_has_its_spread(before, after, said, tmp_path, capsys):
-    """The median of six or seven lies between the outermost, with 97 or 98%."""
-    (tmp_path / "s.json").write_text(json.dumps(dict(performance_summary=of_steps(*before))))
+def test_a_ratio_of_two_files_has_its_spread(tmp_path, capsys):
+    before = dict(performance_summary=of_steps(40, 38, 40, 40, 40, 42, 99))
+    (tmp_path / "s.json").write_text(json.dumps(before))
     found = summary.print_against(summary.read_summary(tmp_path / "s.json"),
-                                  now(performance_summary=of_steps(*after)))
-    assert said in capsys.readouterr().out and (found["speedup_low"] is None) == ("few" in said)
+                                  now(performance_summary=of_steps(*[20] * 7)))
+    said = "100.0 -> 200.0 samples/sec, 2.00x (95% interval 1.90 to 4.9"
+    assert said in capsys.readouterr().out and found["speedup_low"] == pytest.approx(1.9)
 
 
 @pytest.mark.parametrize("ceilings, mfu", [((4e12, 8e12), None), ((1e12, 4e12), 0.5), ((1e12, 1e12), None)])
@@ -146,33 +143,21 @@ def test_no_step_is_faster_than_its_ceiling(ceilings, mfu, monkeypatch):
 
 @pytest.mark.parametrize("before, after, said", [
     (dict(system_info=dict(gpu_name="A")), dict(system_info=dict(gpu_name="B")), "gpu_name A -> B"),
-    (dict(system_info=dict(gpu_name="A")), {}, "gpu_name A -> None"),
-    (dict(config=dict(width=4), system_info=dict(gpu_name=None)), {}, "width 4 -> 8")])
-def test_no_speed_up_between_gpus_or_sizes(before, after, said, capsys):
+    (dict(config=dict(width=4), system_info=dict(gpu_name=None)), {}, "width 4 -> 8"),
+    (dict(system_info=dict(gpu_name=None, cpu_threads=2)),
+     dict(system_info=dict(gpu_name=None, cpu_threads=1)), "cpu_threads 2 -> 1")])
+def test_no_speed_up_between_machines_or_sizes(before, after, said, capsys):
     found = summary.print_against(earlier(**before), now(**after))
     assert found["speedup"] is None and found["differences"] == [said]
     assert f"samples/sec, not comparable: {said}\n" in capsys.readouterr().out
 
 
-def test_no_speed_up_between_different_machines(capsys):
-    here, there = (dict(gpu_name=None, cpu_threads=n, torch_version=v) for n, v in ((2, "2.13"), (1, "2.11")))
-    before = earlier(40.0, system_info=there, fusion_config=dict(enable_x=False))
-    found = summary.print_against(before, now(system_info=here, fusion_config=dict(enable_x=True)))
-    assert found["speedup"] is None and found["differences"] == [
-        "torch_version 2.11 -> 2.13", "cpu_threads 1 -> 2", "enable_x False -> True"]
-    out = capsys.readouterr().out
-    assert "samples/sec, not comparable: cpu_threads 1 -> 2\n" in out and "2.50x" not in out
-
-
 def test_only_summaries_are_read(tmp_path):
     path = tmp_path / "s.json"
-    for speed, peak, expected in (("4.5", "40", [4.5, 40.0]), ('"4"', "null", [4.0, None]),
-                                  ("1e-9", "NaN", [1e-9, None])):
-        figures = f'"avg_training_speed": {speed}, "peak_memory_mb": {peak}'
-        path.write_text(f'{{"performance_summary": {{{figures}}}}}')
-        assert summary.read_summary(path) == dict(
-            speed=expected[0], memory=expected[1], version="a run", timestamp="unknown date", config={},
-            rates=[], training_params={}, fusion_config={}, system_info={})
+    path.write_text('{"performance_summary": {"avg_training_speed": 4.5, "peak_memory_mb": null}}')
+    assert summary.read_summary(path) == dict(
+        speed=4.5, memory=None, version="a run", timestamp="unknown date", config={}, rates=[],
+        training_params={}, fusion_config={}, system_info={})
     whole = dict(version="v1", timestamp="then", config=dict(width=8), training_params=dict(batch_size=2),
                  system_info=dict(gpu_name=None))
     path.write_text(json.dumps(dict(whole, performance_summary=dict(avg_training_speed=4, peak_memory_mb=0))))

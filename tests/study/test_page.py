@@ -8,7 +8,7 @@ from fusion_lab.study.summary import summarise
 from tests.study.test_summary import lines_of, row, study_of
 
 HOW = dict(command="./launch_performance_study.sh", created="2026-01-01T00:00:00")
-TABLES = ["points", "ablation", "exponents"]
+TABLES = ["points", "ablation"]
 
 
 @pytest.fixture(scope="module")
