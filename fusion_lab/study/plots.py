@@ -76,7 +76,7 @@ def against_size(figure, y_label):
     sizes, exponents in the legend. None with fewer than two sizes along it."""
     def plot(pyplot, study, summary):
         main, settings = study.main_axis, ["baseline", *principal(study.settings)]
-        fits = {(e["axis"], e["setting"], e["at"]): e for e in summary["scaling"] if e["figure"] == figure}
+        fits = {(e["setting"], e["at"]): e for e in summary["scaling"] if e["figure"] == figure}
         lines = {}
         for p in summary["points"]:
             if p["setting"] in settings and p[figure]:
@@ -87,7 +87,7 @@ def against_size(figure, y_label):
         picture, axes = panels(pyplot, len(lines), 4.2, 3.4)
         for axis, (others, by_setting) in zip(axes, lines.items(), strict=False):
             for setting, line in by_setting.items():
-                number, fit = settings.index(setting) % len(COLOURS), fits.get((main, setting, others))
+                number, fit = settings.index(setting) % len(COLOURS), fits.get((setting, others))
                 label = f"{setting}, {study.axes[main]}^{fit['exponent']:.2f}" if fit else setting
                 axis.plot(list(line), list(line.values()), color=COLOURS[number], marker=MARKERS[number],
                           markersize=5, linewidth=1.4, label=label)

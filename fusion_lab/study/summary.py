@@ -68,8 +68,7 @@ def summarise_point(shape, setting, lines, base):
     times = {run: 1e3 * row["median_batch_time"] for run, row in rows.items()}
     figures = {name: median([row.get(name) for row in rows.values()]) for name in FIGURES}
     middle, memory = median(times.values()), figures["peak_memory_mb"]
-    speedups = {run: row["speedup"] if base else 1.0 for run, row in rows.items()
-                if not base or row.get("speedup")}
+    speedups = {run: row["speedup"] for run, row in rows.items()}
     before = base["peak_memory_mb"] if base else memory
     return dict(
         shape, setting=setting, n=len(rows), n_failed=len(reasons),
@@ -93,19 +92,19 @@ def at_shape(study, points, shape):
 
 
 def scaling(study, points):
-    """Exponents p of cost = c * size**p, of time and memory, by least squares on logarithms: per axis, the
-    main one first, setting and other sizes. Two sizes make no law."""
-    lines, fits = {}, []
-    for axis in sorted(study.axes, key=lambda axis: axis != study.main_axis):
-        for point in points:
-            lines.setdefault((axis, point["setting"], study.label(point, without=[axis])), []).append(point)
-    for (axis, setting, at), line in lines.items():
+    """Exponents p of cost = c * size**p along the main axis, of time and memory, by least squares on
+    logarithms: per setting and other sizes. Two sizes make no law."""
+    lines, fits, axis = {}, [], study.main_axis
+    for point in points:
         for figure in ("median_ms", "peak_memory_mb"):
-            known = {p[axis]: p[figure] for p in line if p[figure]}
-            if len(known) > 2:
-                exponent = np.polyfit(np.log(list(known)), np.log(list(known.values())), 1)[0]
-                fits.append(dict(setting=setting, axis=axis, at=at, figure=figure, exponent=float(exponent),
-                                 over=list(known)))
+            if point[figure]:
+                line = point["setting"], study.label(point, without=[axis]), figure
+                lines.setdefault(line, {})[point[axis]] = point[figure]
+    for (setting, at, figure), known in lines.items():
+        if len(known) > 2:
+            exponent = np.polyfit(np.log(list(known)), np.log(list(known.values())), 1)[0]
+            fits.append(dict(setting=setting, axis=axis, at=at, figure=figure, exponent=float(exponent),
+                             over=list(known)))
     return fits
 
 

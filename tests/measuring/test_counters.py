@@ -8,7 +8,7 @@ import torch
 
 from fusion_lab.measuring import clocks
 from fusion_lab.measuring import ranges as ranges_module
-from fusion_lab.measuring.clocks import PhaseTimer, RangeSums, quantiles
+from fusion_lab.measuring.clocks import PhaseTimer, RangeSums
 from fusion_lab.measuring.counters import OpCounter, saved_activations
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.measuring.ranges import Profiling, ranges
@@ -36,10 +36,6 @@ def test_phases_are_the_times_between_marks(monkeypatch):
     timer.start()
     timer.mark()
     assert timer.seconds().tolist() == [[1]]
-
-
-def test_quantiles_are_a_fifth_the_middle_and_four_fifths():
-    assert quantiles([10.0, 0.0, 4.0, 6.0, 2.0, 8.0, 100.0, 7.0, 1.0, 3.0, 5.0]) == (2.0, 5.0, 8.0)
 
 
 # Counters

@@ -13,9 +13,6 @@ from fusion_lab.training.program import load_program
 from tests.second_program import PROGRAM as SECOND
 from tests.support import ROOT
 
-PROGRAMS = [name for name in ("tiny_openfold_v2", "companions/protein_mpnn", "companions/tiny_llama")
-            if os.path.exists(os.path.join(ROOT, f"{name}.py"))]  # companions may go
-
 
 def small(program, **switches):
     settings = program.settings(device="cpu", **{k: v for k, v in program.demo.items() if k != 'num_steps'})
@@ -43,15 +40,6 @@ def test_it_is_pytorch_s_count(switches):
     program = load_program(os.path.join(ROOT, "tiny_openfold_v2.py"))
     settings = small(program, **switches)
     assert sum(counting.flops_by_sublayer(program, settings).values()) == of_pytorch(program, settings) > 0
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_programs_here_are_counted_without_fake_tensors(name, monkeypatch):
-    monkeypatch.setattr(counting, "FakeTensorMode", lambda: pytest.fail("four times as slow"))
-    program = load_program(os.path.join(ROOT, f"{name}.py"))
-    for preset in (False, True):
-        settings = replace(small(program), fusion=program.fusion_config.preset(preset))
-        assert sum(counting.flops_by_sublayer(program, settings).values()) > 0
 
 
 def test_a_model_that_asks_for_its_device_s_autocast_is_counted():
