@@ -41,7 +41,7 @@ def probe(trainer, batch, count_launches=True):
     model, on_gpu = trainer.model, trainer.device.type == "cuda"
     found = Findings({}, sum(flops_by_sublayer(trainer.program, trainer.settings, batch).values()))
     trainer.step(batch)
-    if operations_are_seen(trainer):
+    if not on_gpu and not trainer.settings.fusion.enable_torch_compile:
         count_a_step(trainer, batch, found)
         return found
     found.saved = saved_activations(model, model.sublayers(),
@@ -53,13 +53,8 @@ def probe(trainer, batch, count_launches=True):
         found.launches = recorded if recorded >= (found.graph_kernels or 1) else None
         if found.launches is None:
             found.uncounted = (f"the profiler recorded {recorded} of {found.graph_kernels or 'its'} "
-                                  f"kernels. {GRAPHS if recorded else BLIND}")
+                               f"kernels. {GRAPHS if recorded else BLIND}")
     return found
-
-
-def operations_are_seen(trainer):
-    """Whether a mode sees a step's operations: those of a CPU, where no compiled code hides them."""
-    return trainer.device.type == "cpu" and not trainer.settings.fusion.enable_torch_compile
 
 
 def count_a_step(trainer, batch, found):

@@ -144,56 +144,23 @@ def test_on_rocm_the_outer_profiler_is_reached_by_roctx(monkeypatch, capsys):
     assert said == ["resume", "wait", "pause"] and "no GPU here" in capsys.readouterr().out
 
 
-class Profile:
-    """torch.profiler.profile, which says what it is asked."""
-    said = []
-
-    def __init__(self, schedule, on_trace_ready, **options):
-        self.ready, Profile.said = on_trace_ready, [schedule]
-
-    def __enter__(self):
-        self.said.append("begin")
-
-    def step(self):
-        self.said.append("step")
-
-    def export_chrome_trace(self, path):
-        self.said.append(path)
-
-    def __exit__(self, *_):
-        self.ready(self)
-
-
-@pytest.fixture
-def profile(monkeypatch):
-    monkeypatch.setattr(torch.profiler, "schedule", lambda **plan: plan)
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
-
-
-@pytest.mark.parametrize("steps, undisturbed, wait, warmup, active", [
-    (21, 15, 15, 1, 5), (10, 5, 5, 1, 4), (4, 2, 2, 1, 1), (3, 1, 1, 1, 1), (2, 2, 0, 1, 1), (1, 1, 0, 0, 1)])
-def test_the_last_steps_are_traced_and_those_before_are_not(steps, undisturbed, wait, warmup, active,
-                                                            tmp_path, profile, capsys):
-    config = ProfilerConfig(enable_pytorch_profiler=True, profile_dir=str(tmp_path))
-    profiling = Profiling(config, CPU, [], Findings({}, 1), steps)
-    assert Profile.said == [dict(wait=wait, warmup=warmup, active=active, repeat=1)]
+@pytest.mark.parametrize("steps, without, traced, undisturbed", [
+    (21, 15, 5, 15), (10, 5, 4, 5), (4, 2, 1, 2), (3, 1, 1, 1), (2, 0, 1, 2), (1, 0, 1, 1)])
+def test_the_last_steps_are_traced_and_those_before_are_not(steps, without, traced, undisturbed):
+    """Between them is the one in which the profiler starts."""
+    profiling = Profiling(ProfilerConfig(enable_pytorch_profiler=True), CPU, [], Findings({}, 1), steps)
+    assert (profiling.without, profiling.traced) == (without, traced)
     assert profiling.undisturbed(list(range(steps))) == list(range(undisturbed))
-    with profiling:
-        profiling.step()
-    assert Profile.said[1:] == ["begin", "step", profiling.trace]
-    assert os.path.dirname(profiling.trace) == str(tmp_path) and profiling.trace in capsys.readouterr().out
-    assert not Profiling(config, CPU, [], Findings({}, 1), 0).profiler
 
 
-def test_a_cpu_s_steps_are_timed_by_range(tmp_path, profile, monkeypatch):
+def test_a_cpu_s_steps_are_timed_by_range(tmp_path, capsys):
     """A clock that ticks once a question: enter and leave of a phase and of the layer within it. What an
     evaluation runs is not counted."""
-    ticks = iter(range(99))
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: next(ticks))
-    layer = torch.nn.Linear(2, 2)
-    config = ProfilerConfig(enable_pytorch_profiler=True, profile_dir=str(tmp_path))
+    layer, config = torch.nn.Linear(2, 2), ProfilerConfig(enable_pytorch_profiler=True,
+                                                          profile_dir=str(tmp_path))
     with Profiling(config, CPU, [("layer", layer)], Findings({}, 1), 4) as profiling:
-        for phase in ("forward", "backward", "data"):
+        profiling.sums.clock = itertools.count().__next__
+        for phase in ("forward", "backward", "data", "forward"):
             profiling.enter(phase)
             layer(torch.zeros(1, 2))
             with profiling.paused():
@@ -201,7 +168,7 @@ def test_a_cpu_s_steps_are_timed_by_range(tmp_path, profile, monkeypatch):
             profiling.leave()
             profiling.step()
     assert profiling.samples == [dict(layer=1, forward=2), {"layer.recompute": 1, "backward": 2}]
-    assert not layer._forward_hooks
+    assert not layer._forward_hooks and os.listdir(tmp_path) == [os.path.basename(profiling.trace)]
 
 
 def test_a_memory_profile_is_sorted_and_in_megabytes(tmp_path, capsys):
