@@ -96,7 +96,7 @@ class FusionConfig(TritonSwitches):
         return self.enable_opm_fusion and few and (samples == 1 or residues >= 128)
 
 
-# PROGRAM, at the end, is made of this and of classes that need torch; flags.judge() parses flags by this
+# What flags.judge() parses flags by; PROGRAM, at the end, adds the classes that need torch
 KNOWN = dict(
     file=__file__, about=__doc__, suffix="v2", version="v2_fused", model_config=TinyOpenFoldConfig,
     training_config=TrainingConfig, fusion_config=FusionConfig,

@@ -10,7 +10,7 @@ from fusion_lab.measuring.counters import OpCounter, counting_saved, gpu_kernels
 from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.ranges import PHASES, place_of, ranges, sums_by_range
 from fusion_lab.measuring.roctx import BLIND, GRAPHS
-from fusion_lab.training.feeding import batch_of, to_device
+from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import counted
 from fusion_lab.training.machine import MEGABYTE
 
@@ -86,8 +86,8 @@ def launches_by_range(trainer, batch):
 
 def warm_up(trainer, source, stop=None):
     """Untimed steps until a signal, then the probe; everything is restored afterwards. Returns Findings."""
-    times, batch = [], to_device(batch_of(source, trainer.step_number, trainer.world),
-                                trainer.device)
+    world, times = trainer.world, []
+    batch = to_device(source.part(trainer.step_number, world.rank, world.size), trainer.device)
     compiling = trainer.settings.fusion.enable_torch_compile
     steps = trainer.training.warmup_steps
     begins = f"Warming up: {counted(steps, 'step')}, then counting" if steps else "Counting"
@@ -95,7 +95,7 @@ def warm_up(trainer, source, stop=None):
           f"{'; the first step compiles, which takes a minute or two' if compiling else ''}", flush=True)
     with trainer.preserved():
         for _ in range(steps):
-            if stop and trainer.world.agreed_signal(stop):
+            if stop and world.agreed_signal(stop):
                 break
             started = time.perf_counter()
             trainer.step(batch).item()

@@ -42,13 +42,12 @@ def parse(argv, program):
     """(arguments, Settings) for a program. Wrong use ends it here. Where nobody says how many steps there
     are, they are as many as a session needs."""
     parser = make_parser(program)
-    arguments, settings, mode = flags.parse(parser, program, argv)
-    if mode or arguments.check_flags:
-        parser.error(f"argument {mode or flags.QUESTION}: belongs to {program.name}")
+    arguments, settings, _ = flags.parse(parser, program, argv)
     if not hasattr(arguments, "num_steps"):
         steps = TIMED_STEPS + 1 + 2 * settings.profiler.profile_steps
         settings = flags.parse(parser, program, [*argv, "--num-steps", str(steps)])[1]
-    flags.needs_training(program, parser, arguments, "a profiler session")
+    flags.refuse(parser, arguments, flags.training_only(program.training_config),
+                 "belongs to training, not to a profiler session")
     for several in ("ablation", "compare_v1"):
         if getattr(arguments, several) and arguments.compare_with:
             parser.error(f"argument --compare-with: not with {flag(several)}")

@@ -16,7 +16,7 @@ from fusion_lab.training.files import (
     set_aside,
     write_atomically,
 )
-from fusion_lab.training.options import flag, spelled
+from fusion_lab.training.options import as_flag, flag
 
 # Fields that may differ between a run and its continuation without a word.
 OF_A_SESSION = ("num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every",
@@ -151,7 +151,7 @@ def saved_config(saved, program):
 
 def refuse_other_sizes(made, config, what):
     """UserError, with the flags that fit, where the config of a saved model is of another model than this."""
-    different = [spelled(f.name, getattr(made, f.name)) for f in fields(config)
+    different = [as_flag(f.name, getattr(made, f.name)) for f in fields(config)
                  if not f.metadata["resized"] and getattr(made, f.name) != getattr(config, f.name)]
     if different:
         raise UserError(f"{what}: made for another model; to use it, pass {' '.join(different)}")
@@ -247,6 +247,11 @@ def refuse_leaks(saved, source, flag):
 # --- In memory ----------------------------------------------------------------------------------------------
 
 
+def own_random_numbers(device):
+    """Within, whoever draws random numbers leaves those of the training alone, which a resumed run needs."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
 @contextlib.contextmanager
 def preserving(trainer):
     """Whatever runs within leaves weights, their average, optimizer, scaler and random numbers as they
@@ -257,7 +262,7 @@ def preserving(trainer):
     copies = [p.detach().to("cpu", copy=True) for p in kept]
     scaler, averaged_steps = trainer.scaler.state_dict(), trainer.average and trainer.average.steps
     try:
-        with torch.random.fork_rng(devices=[trainer.device] if trainer.device.type == "cuda" else []):
+        with own_random_numbers(trainer.device):
             yield
     finally:
         with torch.no_grad():  # in place, because a captured graph knows these tensors by address

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fusion_lab.training.checkpoints import save
+from fusion_lab.training.checkpoints import own_random_numbers, save
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,6 @@ def evaluating(model):
             yield
     finally:
         model.train(was_training)
-
-
-def own_random_numbers(device):
-    """Within, whoever draws random numbers leaves those of the training alone, which a resumed run needs."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def evaluate(trainer, source, metrics, stop, say, final=False):

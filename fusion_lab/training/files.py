@@ -23,12 +23,11 @@ limit, 130 and 143 interrupted, 141 the reader of the output has gone"""
 
 
 class UserError(Exception):
-    """Ends the program with its message on stderr and this exit code; details, if any, are the lines to print
-    instead of it."""
+    """Ends the program with its message on stderr and this exit code."""
 
-    def __init__(self, message, code=USAGE, details=()):
+    def __init__(self, message, code=USAGE):
         super().__init__(message)
-        self.code, self.lines = code, tuple(details) or (str(message),)
+        self.code = code
 
 
 # --- Files --------------------------------------------------------------------------------------------------
@@ -84,7 +83,6 @@ def read_json(path, what="file"):
     """The object in a JSON file, NaN and infinity as None. Raises UserError that names it: what says what it
     should be."""
     try:
-        require_file(path)
         with open(path, "rb") as file:
             content = json.loads(file.read(), parse_constant=lambda _: None)
     except OSError as error:
@@ -107,8 +105,6 @@ def claim(path, named=False, force=False, resumed=False):
     already is set aside in a default one, and an error in one that the user named; with force it is set aside
     there, too. A resumed run goes on in it. Raises UserError."""
     try:
-        if os.path.lexists(path):
-            os.stat(path)  # a link into nowhere, or a loop of them
         os.makedirs(path, exist_ok=True)
         hold(path, os.O_DIRECTORY)
         earlier = os.listdir(path)
@@ -240,8 +236,8 @@ def require_packages(program, *names, listed="requirements.txt"):
     """End the program with one line where a package is missing; listed: the file that names them."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        say_why(program, [f"{sys.executable} lacks {', '.join(missing)}: pip install -r {listed}, or "
-                          "activate the environment that has it; scripts take PYTHON=... as well"])
+        say_why(program, f"{sys.executable} lacks {', '.join(missing)}: pip install -r {listed}, or "
+                "activate the environment that has it; scripts take PYTHON=... as well")
         raise SystemExit(MISSING)
 
 
@@ -249,16 +245,16 @@ OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED|allocate memory|start new
 
 
 def explain(error):
-    """(message, exit code) for errors of the machine rather than of this program; (None, None) for others."""
+    """(exit code, message) for errors of the machine rather than of this program; None for others."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" \
             or OUT_OF_MEMORY.search(str(error)):
-        return "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp", FAILED
+        return FAILED, "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp"
     if re.search("gloo|nccl", str(error), re.IGNORECASE):
-        return f"a rank lost the others: {str(error).splitlines()[0][:200]}", FAILED
+        return FAILED, f"a rank lost the others: {str(error).splitlines()[0][:200]}"
     if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
-        return ("torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install triton)",
-                MISSING)
-    return None, None
+        return MISSING, ("torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install "
+                         "triton)")
+    return None
 
 
 def exit_code(run, argv, program):
@@ -266,41 +262,40 @@ def exit_code(run, argv, program):
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # letters that the terminal lacks
     try:
-        code, lines = ending(run, argv)
-        say_why(program, lines)
+        code, reason = ending(run, argv)
+        if reason:
+            say_why(program, reason)
         return code
     finally:
         release()
 
 
 def ending(run, argv):
-    """(exit code, lines that say why) of run(argv)."""
+    """(exit code, why it failed or None) of run(argv)."""
     try:
         code = run(argv)
         print(end="", flush=True)
-        return code, ()
+        return code, None
     except UserError as error:
-        return error.code, error.lines
+        return error.code, str(error)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT, ["interrupted"]
+        return 128 + signal.SIGINT, "interrupted"
     except BrokenPipeError:
         drop_output()
-        return CLOSED_PIPE, ()
+        return CLOSED_PIPE, None
     except OSError as error:
         if error.filename is not None:
-            return USAGE, [f"{error.filename}: {error.strerror}"]
+            return USAGE, f"{error.filename}: {error.strerror}"
         drop_output()  # a full disk behind it, on which Python's end would fail, too
-        return FAILED, [f"writing: {error.strerror or error}"]
+        return FAILED, f"writing: {error.strerror or error}"
     except (MemoryError, RuntimeError) as error:
-        message, code = explain(error)
-        if message is None:
-            raise
-        return code, [message]
+        if expected := explain(error):
+            return expected
+        raise
 
 
-def say_why(program, lines):
-    if lines:
-        print(f"{program}: error: " + "\n".join(map(printable, lines)), file=sys.stderr)
+def say_why(program, reason):
+    print(f"{program}: error: {printable(reason)}", file=sys.stderr)
 
 
 def drop_output():

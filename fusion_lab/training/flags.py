@@ -10,8 +10,8 @@ from fusion_lab import __version__
 from fusion_lab.measuring.variants import make_variants
 from fusion_lab.training import files, torchrun
 from fusion_lab.training.files import EXIT_CODES
-from fusion_lab.training.options import ProfilerConfig, flag
-from fusion_lab.training.program import Program, Settings, load_program
+from fusion_lab.training.options import ProfilerConfig, as_flag, flag
+from fusion_lab.training.program import CommandLine, Settings, load_program
 
 # OpenMP's threads spin while they wait for each other; on cores that others use too, one that waits keeps the
 # one that works from running. A tenth of GNU's usual number of turns costs nothing on an idle machine and
@@ -22,24 +22,22 @@ PROFILER_WORDS = ("KINETO_LOG_LEVEL", "6")
 
 
 def judge(name, **known):
-    """A program's file calls this with its __name__ and what its Program is made of, before it imports torch,
-    which takes seconds: where it is run, --help, --version and wrong flags end here, and Ctrl-C is one
-    line."""
+    """A program's file calls this with its __name__ and its CommandLine, before it imports torch, which takes
+    seconds: where it is run, --help, --version and wrong flags end here, and Ctrl-C is one line."""
     if name != "__main__":
         return
     files.quiet(name)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(*TURNS)
     os.environ.setdefault(*PROFILER_WORDS)
-    program = Program(**known)
+    program = CommandLine(**known)
     argv = with_demo(sys.argv[1:], program)
     if code := files.exit_code(partial(check_early, program), argv, program.name):
         sys.exit(code)
 
 
 def check_early(program, argv):
-    """Parse for the errors alone, those of torchrun's variables too; main() does it again, with the whole
-    Program."""
+    """Parse for the errors alone, those of torchrun's variables too; main() does it again."""
     if program_file(argv, program.name):
         return  # the flags are another program's, which needs torch to be known
     parser = make_parser(program)
@@ -68,8 +66,7 @@ class Parser(argparse.ArgumentParser):
     """Wrong use is one line and exit code 2; options in full only."""
 
     def __init__(self, **kwargs):
-        super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter,
-                            **kwargs})
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n" if torchrun.first() else None)
@@ -114,36 +111,31 @@ class OnOff(argparse.Action):
         setattr(namespace, self.dest, not option_string.startswith("--disable"))
 
 
-def config_groups(config_class, paired):
-    """{title: fields} of a config: what each of its classes adds, switches that are on by default apart."""
+def add_config_flags(parser, config_class, paired=False):
+    """One flag for every field, in a group for each class that adds some, switches that are on by default
+    apart. A bool is a switch; with paired, an --enable-X/--disable-X pair, of which the later one wins. What
+    is not given leaves no trace in the parsed arguments."""
     groups, classes = {}, [c for c in reversed(config_class.__mro__) if hasattr(c, "__dataclass_fields__")]
     for f in fields(config_class):
-        owner = next(c for c in classes if f.name in c.__dataclass_fields__)
-        kind = "" if not paired else ", on by default" if f.default is True else ", off by default"
-        groups.setdefault(re.split(r"\.(?:\s|$)", owner.__doc__)[0] + kind, []).append(f)
-    return groups
+        if not f.metadata["mode"]:
+            owner = next(c for c in classes if f.name in c.__dataclass_fields__)
+            kind = "" if not paired else ", on by default" if f.default is True else ", off by default"
+            title = re.split(r"\.(?:\s|$)", owner.__doc__)[0] + kind
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            add_flag(groups[title], f, paired)
 
 
-def add_config_flags(parser, config_class, paired=False):
-    """One flag for every field. A bool is a switch; with paired, an --enable-X/--disable-X pair of which the
-    later one on the command line wins. A flag that is not given leaves no trace in the parsed arguments."""
-    for title, members in config_groups(config_class, paired).items():
-        group = parser.add_argument_group(title)
-        for f in members:
-            if not f.metadata["mode"]:
-                add_flag(group, f, paired)
-
-
-def add_flag(group, f, paired=False, told=str):
+def add_flag(group, f, paired=False):
     meta, words = f.metadata, {True: "on", False: "off", None: "none"}
     default = words[f.default] if f.default is None or meta["type"] is bool else f.default
     named = all(choice in meta["help"] for choice in meta["choices"] or ())
     text = meta["help"] + ("" if named else f": {', '.join(meta['choices'])}")
     text += "" if "default:" in text else f" (default: {default})"
-    shared = dict(help=told(text.replace("%", "%%")), default=argparse.SUPPRESS)
+    shared = dict(help=text.replace("%", "%%"), default=argparse.SUPPRESS)
     if meta["type"] is bool:
-        names = [flag(f.name), *[flag(f.name).replace("--enable", "--disable", 1)] * paired]
-        group.add_argument(*names, action=OnOff, **shared)
+        both = [as_flag(f.name, on) for on in (True, False)]
+        group.add_argument(*both[:1 + paired], action=OnOff, **shared)
         return
     metavar = meta["metavar"] or {int: "N", float: "X"}.get(meta["type"]) or f.name.split("_")[-1].upper()
     group.add_argument(*[meta["short"]] * bool(meta["short"]), flag(f.name), type=meta["type"],
@@ -156,11 +148,11 @@ MODES = {"--validate-setup": "quick check of the chosen fusions on this machine:
          "--compare-fusion": "measure the baseline, each fusion alone, all of them, and compiled ones",
          "--retune": "measure tile sizes of this project's Triton kernels, keep the fastest for this GPU"}
 QUESTION = "--check-flags"
-OF_TRAINING = ("enable_pytorch_profiler", "enable_memory_profiling")
 
 
 def make_parser(program, about=None, prog=None):
-    """A program's command line; about is the text of --help (default: the program's own)."""
+    """A program's command line; about, a text of its own for --help, makes it that of a tool, which lacks the
+    program's modes."""
     summary, _, rest = (about or program.about or "").partition("\n")
     prog = prog or program.name
     parser = Parser(prog=prog, usage=f"{prog} [flags]", description=summary, epilog=f"{rest}\n{EXIT_CODES}")
@@ -169,21 +161,22 @@ def make_parser(program, about=None, prog=None):
     kind = program.fusion_config
     group = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
     presets = group.add_mutually_exclusive_group()
-    presets.add_argument("--enable-all-fusion", dest="fusion_preset", action="store_const",
-                         const=kind.preset(True),
-                         help="everything that makes steps faster, torch.compile included (default: off)")
-    presets.add_argument("--disable-all-fusion", dest="fusion_preset", action="store_const",
-                         const=kind.preset(False), help="the baseline, V1: no fusion at all (default: off)")
-    presets.add_argument("--enable-ultra", dest="fusion_preset", action="store_const", const=kind.ultra(),
-                         help="all fusion and the kernels of this project that won on an NVIDIA H200, "
-                         "for a GPU with Triton (default: off)")
+    for name, switches, text in (
+            ("--enable-all-fusion", kind.preset(True),
+             "everything that makes steps faster, torch.compile included"),
+            ("--disable-all-fusion", kind.preset(False), "the baseline, V1: no fusion at all"),
+            ("--enable-ultra", kind.ultra(),
+             "all fusion and the kernels of this project that won on an NVIDIA H200, for a GPU with Triton")):
+        presets.add_argument(name, dest="fusion_preset", action="store_const", const=switches,
+                             help=f"{text} (default: off)")
     if program.demo:
         sizes = " ".join(f"{flag(name)} {value}" for name, value in program.demo.items())
         group.add_argument(DEMO, action="store_true", help="a first run, which learns within two minutes "
                              f"on a CPU: {sizes}; this is what runs without any flag (default: off)")
     group.add_argument("--enable-all-profiling", action="store_true",
                          help="records all that the profiler's flags do (default: off)")
-    add_modes(parser, program, str if about is None else lambda text: argparse.SUPPRESS)
+    if about is None:
+        add_modes(parser, program)
     parser.add_argument("--program", metavar="FILE", default=None,
                         help=f"another model's file, which ends in its PROGRAM (default: {program.name})")
     parser.add_argument("--version", action="version", help="its version, and end",
@@ -191,22 +184,21 @@ def make_parser(program, about=None, prog=None):
     return parser
 
 
-def add_modes(parser, program, told):
-    """Flags about modes; told(text) is their help. Tools with other modes know them too, to refuse them."""
+def add_modes(parser, program):
     modes = parser.add_argument_group("Modes, instead of training")
     one_of = modes.add_mutually_exclusive_group()
     for name, text in MODES.items():
-        one_of.add_argument(name, action="store_true", help=told(f"{text} (default: off)"))
+        one_of.add_argument(name, action="store_true", help=f"{text} (default: off)")
     for f in own_modes(program):
-        add_flag(one_of, f, told=told)
-    modes.add_argument(QUESTION, action="store_true", help=told(
-        "check the other flags, print what they come to as one line of JSON, and end (default: off)"))
+        add_flag(one_of, f)
+    modes.add_argument(QUESTION, action="store_true", help="check the other flags, print what they come to "
+                       "as one line of JSON, and end (default: off)")
     compared = parser.add_argument_group("With --compare-fusion, and after training")
-    compared.add_argument("--variants", metavar='"NAME ..."', default=None, help=told(
-        "rows of the table: baseline, fused, compiled, everything, ultra, given, only-X, without-X, X+Y, "
-        "fused+X (default: baseline, fused, only-X of each default fusion, compiled; on a GPU presets)"))
-    compared.add_argument("--compare-with-v1", metavar="FILE", default=None, help=told(
-        "after training, speed-up and memory against an earlier summary (default: none)"))
+    compared.add_argument("--variants", metavar='"NAME ..."', help="rows of the table: baseline, fused, "
+                          "compiled, everything, ultra, given, only-X, without-X, X+Y, fused+X (default: "
+                          "baseline, fused, only-X of each default fusion, compiled; on a GPU presets)")
+    compared.add_argument("--compare-with-v1", metavar="FILE", help="after training, speed-up and memory "
+                          "against an earlier summary (default: none)")
 
 
 def own_modes(program):
@@ -260,57 +252,46 @@ def command_line(program, settings):
             value = getattr(config, f.name)
             if value == getattr(usual, f.name) or f.name == "num_steps":
                 continue
-            if isinstance(value, bool):
-                words.append(flag(f.name if value else f.name.replace("enable", "disable", 1)))
-            else:
-                words.append(f"{flag(f.name)}={value}")
+            words.append(as_flag(f.name, value))
     return words
 
 
-def needs_training(program, parser, arguments, instead):
-    """End the program if a file is named that only training reads or writes."""
-    names = [f.name for f in fields(program.training_config) if f.metadata["training_only"]]
-    for name in (*names, "compare_with_v1"):
-        if getattr(arguments, name, None) is not None:
-            parser.error(f"argument {flag(name)}: belongs to training, not to {instead}")
-
-
-def refuse_others(parser, arguments, mode):
-    """End the program if a flag is given that the program's own mode, a field, does not take."""
-    plain, taken = vars(parser.parse_args([])), (mode.name, *mode.metadata["mode"], "program", "check_flags")
-    for name, value in vars(arguments).items():
-        if name not in taken and (name not in plain or plain[name] != value):
+def refuse(parser, arguments, names, why):
+    """End the program if one of these flags is given."""
+    plain = vars(parser.parse_args([]))
+    for name in names:
+        value = getattr(arguments, name, None)
+        if value != plain.get(name):
             action = next(a for a in parser._actions if a.dest == name and a.const in (None, value))
-            parser.error(f"argument {action.option_strings[-1 if value is False else 0]}: not with "
-                         f"{flag(mode.name)}, which takes {', '.join(map(flag, mode.metadata['mode']))}")
+            parser.error(f"argument {action.option_strings[-1 if value is False else 0]}: {why}")
 
 
-def settings_or_exit(parser, program, arguments):
-    """read_settings(); impossible values are one line and exit code 2."""
-    try:
-        return read_settings(program, arguments)
-    except ValueError as error:
-        name, _, rest = str(error).partition(" = ")
-        parser.error(f"argument {flag(name)}: {rest}")
+def training_only(*classes):
+    """Fields that only training has, such as a file."""
+    return [f.name for config_class in classes for f in fields(config_class) if f.metadata["training_only"]]
 
 
 def parse(parser, program, argv):
     """(arguments, Settings, the mode's flag or None); wrong use is one line and exit code 2."""
     arguments, unknown = parser.parse_known_args(argv)
+    own = {flag(f.name): f.metadata["mode"] for f in own_modes(program)}
     if unknown:
-        modes = " or ".join(flag(f.name) for f in own_modes(program))
-        hint = f"; a file belongs to {modes}" if modes and not unknown[0].startswith("-") else ""
+        hint = f"; a file belongs to {' or '.join(own)}" if own and not unknown[0].startswith("-") else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    own_mode = next((f for f in own_modes(program) if hasattr(arguments, f.name)), None)
-    if own_mode is not None:
-        refuse_others(parser, arguments, own_mode)
-    settings = settings_or_exit(parser, program, arguments)
-    mode = next((name for name in MODES if getattr(arguments, name[2:].replace("-", "_"))), None)
-    if arguments.variants is not None and mode != "--compare-fusion":
+    given = vars(arguments)
+    mode = next((name for name in (*MODES, *own) if given.get(name[2:].replace("-", "_"))), None)
+    if mode in own:
+        takes = (mode[2:].replace("-", "_"), *own[mode], "program", "check_flags")
+        refuse(parser, arguments, [name for name in given if name not in takes],
+               f"not with {mode}, which takes {', '.join(map(flag, own[mode]))}")
+    elif mode:
+        files_and_records = training_only(program.training_config, ProfilerConfig)
+        refuse(parser, arguments, [*files_and_records, "compare_with_v1"],
+               f"belongs to training, not to {mode}")
+    if given.get("variants") is not None and mode != "--compare-fusion":
         parser.error("argument --variants: needs --compare-fusion")
-    if mode is not None:
-        needs_training(program, parser, arguments, mode)
-        for name in OF_TRAINING:
-            if getattr(arguments, name, False):
-                parser.error(f"argument {flag(name)}: belongs to training, not to {mode}")
-    return arguments, settings, flag(own_mode.name) if own_mode else mode
+    try:
+        return arguments, read_settings(program, arguments), mode
+    except ValueError as error:
+        name, _, rest = str(error).partition(" = ")
+        parser.error(f"argument {flag(name)}: {rest}")

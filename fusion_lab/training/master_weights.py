@@ -56,11 +56,11 @@ class MasterWeights(Weights):
 
     def __init__(self, model, dtype):
         super().__init__(model)
-        sizes = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in self.parameters.values()]
-        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.sizes = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in self.parameters.values()]
+        self.starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         first = next(iter(self.parameters.values()))
         wide = torch.promote_types(first.dtype, torch.float32)
-        self.flat = self.join(self.parameters, torch.zeros(sum(sizes), device=first.device, dtype=wide))
+        self.flat = self.join(self.parameters, torch.zeros(sum(self.sizes), device=first.device, dtype=wide))
         self.tensors, self.low = [self.flat], self.flat.to(dtype)
         for p, view in zip(self.parameters.values(), self.views(self.low).values(), strict=True):
             p.data = view
@@ -89,14 +89,13 @@ class MasterWeights(Weights):
     def low_gradients(self):
         """The gradients there are in one tensor, in the dtype of the weights; parameters lose theirs. By one
         concatenation: lists of tensors are copied with one block of threads for each."""
-        ends = [*self.starts[1:], len(self.low)]
-        gradients = [[] if p.grad is None else [p.grad.flatten()] for p in self.parameters.values()]
-        gaps = [end - start - sum(map(len, own))
-                for start, end, own in zip(self.starts, ends, gradients, strict=True)]
+        parameters, empty = self.parameters.values(), self.low[:0]
+        gradients = [empty if p.grad is None else p.grad.flatten() for p in parameters]
+        gaps = [size - len(own) for size, own in zip(self.sizes, gradients, strict=True)]
         zeros = self.low.new_zeros(max(gaps))
-        for p in self.parameters.values():
+        for p in parameters:
             p.grad = None
-        pieces = (piece for own, gap in zip(gradients, gaps, strict=True) for piece in (*own, zeros[:gap]))
+        pieces = (piece for own, gap in zip(gradients, gaps, strict=True) for piece in (own, zeros[:gap]))
         return torch.cat([piece for piece in pieces if len(piece)])
 
     def publish(self):

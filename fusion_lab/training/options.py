@@ -38,8 +38,6 @@ class Checked:
             value, meta = getattr(self, f.name), f.metadata
             if value is None and f.default is None:
                 continue
-            if meta["several"] and not isinstance(value, list):
-                self.refuse(f.name, "must be a list")
             if value == "" or meta["several"] and not all(value):
                 self.refuse(f.name, "must not be empty")
             if meta["type"] is bool and not isinstance(value, bool):
@@ -68,11 +66,13 @@ def flag(name):
     return "--" + name.replace("_", "-")
 
 
-def spelled(name, value):
-    """What to pass for a field to have this value; for a switch that is off, what not to."""
-    if isinstance(value, bool):
-        return flag(name) if value else f"(not) {flag(name)}"
-    return f"{flag(name)} {value}"
+def as_flag(name, value):
+    """What to pass for a field to have this value; for what has no --disable-X, what not to."""
+    if not isinstance(value, bool):
+        return f"{flag(name)}={value}"
+    if value or name.startswith("enable"):
+        return flag(name if value else name.replace("enable", "disable", 1))
+    return f"(not) {flag(name)}"
 
 
 DEVICE, DEVICES = re.compile("auto|cpu|cuda(:[0-9]+)?|[0-9]+"), "auto, cpu, cuda, cuda:N or N"
@@ -139,9 +139,8 @@ class Switches(Checked):
 
     def beside(self):
         """Flags of the switches without a title that differ from their defaults."""
-        return [flag(f.name if getattr(self, f.name) else f.name.replace("enable", "disable", 1))
-                for f in fields(self) if isinstance(f.default, bool) and not f.metadata["title"]
-                and getattr(self, f.name) != f.default]
+        return [as_flag(f.name, getattr(self, f.name)) for f in fields(self) if isinstance(f.default, bool)
+                and not f.metadata["title"] and getattr(self, f.name) != f.default]
 
 
 @dataclass(frozen=True)
@@ -215,9 +214,11 @@ class TrainingConfig(Checkpoints):
 @dataclass(frozen=True)
 class ProfilerConfig(Checked):
     """What is recorded beside the timings, and where results go."""
-    enable_pytorch_profiler: bool = option(False, "trace of the measured steps for Perfetto")
+    enable_pytorch_profiler: bool = option(False, "trace of the measured steps for Perfetto",
+                                           training_only=True)
     profile_steps: int = option(5, "how many of the last steps the trace holds", low=1)
-    enable_memory_profiling: bool = option(False, "saved activations by sub-layer, and a memory timeline")
+    enable_memory_profiling: bool = option(False, "saved activations by sub-layer, and a memory timeline",
+                                           training_only=True)
     enable_rocm_profiling: bool = option(False, "roctx/NVTX ranges and profiler start/stop round the "
                                                 "measured steps, for an outer profiler")
     profile_dir: str = option("./pytorch_profiles_v2", "where results go")

@@ -75,6 +75,8 @@ class Data:
         """The samples of one of several ranks among batch(step), which has those of all: a step does not
         depend on how many share it. Whoever can makes no more than these."""
         batch = self.batch(step)
+        if size == 1:
+            return batch
         count = len(next(iter(batch.values()))) // size
         return {key: value[rank * count:(rank + 1) * count] for key, value in batch.items()}
 
@@ -149,9 +151,8 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
-    """All that the lab knows of a model. What the flags need is there before torch is imported; then come
-    model, data and trainer."""
+class CommandLine:
+    """What the flags of a program need, which is there before torch is imported."""
     file: str                      # the model's file; a process of its own runs it by this path
     about: str                     # its docstring, the text of --help
     suffix: str                    # of result files: "v2" makes performance_summary_v2.json
@@ -161,10 +162,6 @@ class Program:
     fusion_config: type
     axes: dict = field(default_factory=lambda: dict(batch_size="B"))  # sizes that a study varies: letters
     demo: dict = field(default_factory=dict)  # what --demo sets: a first run that learns in a minute or two
-    modes: dict = field(default_factory=dict)  # {its own mode's flag: mode(program, settings) -> exit code}
-    model: type = None             # class Mine(nn.Module, Model)
-    data: Callable = None          # data(settings) -> Data: a class, or a function that chooses one
-    trainer: type = None           # tiny_openfold_v2.Trainer, which the lab does not import, or a subclass
 
     @property
     def name(self):
@@ -189,6 +186,15 @@ class Program:
         """The sizes of a batch by their letters: "B 4, N 16, S 64"."""
         return ", ".join(f"{letter} {settings.get(axis)}"
                          for letter, axis in sorted((letter, axis) for axis, letter in self.axes.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program(CommandLine):
+    """All that the lab knows of a model."""
+    model: type     # class Mine(nn.Module, Model)
+    data: Callable  # data(settings) -> Data: a class, or a function that chooses one
+    trainer: type   # tiny_openfold_v2.Trainer, which the lab does not import, or a subclass
+    modes: dict = field(default_factory=dict)  # {its own mode's flag: mode(program, settings) -> exit code}
 
 
 def load_program(path=DEFAULT_PROGRAM):

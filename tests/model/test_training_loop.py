@@ -70,12 +70,6 @@ def test_one_step_is_adamw_with_the_given_learning_rate():
     assert moved > 1000
 
 
-def test_the_rate_stays_at_its_end():
-    values = dict(learning_rate=1.0, lr_warmup_steps=2, num_steps=4, lr_schedule="linear")
-    training = tof.PROGRAM.settings(**values).training
-    assert [tof.recipe.learning_rate(training, step) for step in range(7)] == [0.5, 1, 1, 0.5, 0, 0, 0]
-
-
 def test_an_overflow_in_float16_skips_the_step_and_halves_the_scale():
     trainer = trainer_of(use_amp=True, amp_dtype="float16")
     batch = SyntheticProteins(trainer.settings).batch(0)

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from fusion_lab.measuring.metrics import read_metrics
-from fusion_lab.training.distributed import World
-from fusion_lab.training.feeding import batch_of
 from fusion_lab.training.program import load_program
 from tests.support import PATIENCE, ROOT
 from tiny_openfold_v2 import main
@@ -87,7 +85,7 @@ def test_the_samples_of_all_ranks_are_those_of_one_process(file):
     program = load_program(ROOT / file)
     source = program.data(program.settings(batch_size=6, device="cpu"))
     for size in (2, 3):
-        whole, parts = source.batch(2), [batch_of(source, 2, World(rank, size)) for rank in range(size)]
+        whole, parts = source.batch(2), [source.part(2, rank, size) for rank in range(size)]
         assert all(torch.equal(whole[key], torch.cat([part[key] for part in parts])) for key in whole)
 
 

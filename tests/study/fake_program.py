@@ -33,7 +33,7 @@ class FakeSwitches(Switches):
 
 PROGRAM = Program(file=__file__, about=__doc__, suffix="fake", version="fake", model_config=FakeConfig,
                   training_config=TrainingConfig, fusion_config=FakeSwitches,
-                  axes=dict(batch_size="B", width="W"))
+                  axes=dict(batch_size="B", width="W"), model=None, data=None, trainer=None)
 FACTORS = dict(first=2.0, second=1.1, third=1.0)  # of a step
 
 

@@ -60,8 +60,6 @@ def test_presets():
     assert fusion("--enable-opm-fusion", "--disable-all-fusion").enable_opm_fusion
     recorded = parse(PARSER, tof.PROGRAM, ["--enable-all-profiling"])[1].profiler
     assert recorded == ProfilerConfig(**{name: True for name in vars(recorded) if name[:7] == "enable_"})
-    both = ["--disable-opm-fusion", "--enable-opm-fusion"]  # the later one counts
-    assert fusion(*both) == kind() and not fusion(*both[::-1]).enable_opm_fusion
 
 
 def test_help_says_every_default_once():
@@ -80,7 +78,6 @@ def test_a_tool_with_other_modes_hides_the_programs(capsys):
     assert (tool.prog, tool.description) == ("tool.py", "Other work.")
     assert "\n    tool.py x\n" in tool.format_help()
     assert (own.prog, own.description) == (SECOND.name, SECOND.about.splitlines()[0])
-    assert tool.parse_args(["--validate-setup"]).validate_setup
     assert [text.count(name) for name in ("--retune", "--variants", "--check-flags")
             for text in (tool.format_help(), own.format_help())] == [0, 1] * 3
     with pytest.raises(SystemExit) as ended:

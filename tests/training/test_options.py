@@ -27,18 +27,6 @@ def test_what_a_field_refuses(kind, values, words):
         kind(**values)
 
 
-def test_presets_and_what_is_beside_them():
-    kind = second.MlpSwitches
-    assert kind.names() == ["enable_torch_compile", "enable_cuda_graphs", "enable_master_weights",
-                            "enable_triton_adamw", "enable_fused_relu", "enable_fused_residual"]
-    on = kind.preset(True)
-    assert [name for name in kind.names() if not getattr(on, name)] == ["enable_triton_adamw"]
-    assert all(getattr(kind.ultra(), name) for name in kind.names())
-    assert not any(getattr(kind.preset(False), name) for name in kind.names())
-    given = kind(enable_fused_relu=False, enable_torch_compile=True, enable_master_weights=True)
-    assert given.beside() == ["--enable-master-weights"]  # the others have titles
-
-
 @pytest.mark.parametrize("values, words", [
     ({}, []), (dict(torch_compile_mode="reduce-overhead"), ["--torch-compile-mode is for torch.compile"]),
     (dict(enable_torch_compile=True, torch_compile_mode="reduce-overhead"), ["CUDA graphs need a GPU"]),

@@ -12,12 +12,13 @@ from tiny_openfold.proteins.batches import SyntheticProteins
 
 
 @pytest.mark.parametrize(("schedule", "rates"), [
-    ("constant", [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]), ("linear", [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]),
-    ("cosine", [0.25, 0.5, 0.75, 1, 1, 0.5 + 2 ** -1.5, 0.5, 0.5 - 2 ** -1.5])])
+    ("constant", [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
+    ("linear", [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25, 0, 0]),
+    ("cosine", [0.25, 0.5, 0.75, 1, 1, 0.5 + 2 ** -1.5, 0.5, 0.5 - 2 ** -1.5, 0, 0])])
 def test_learning_rates_by_hand(schedule, rates):
     training = tof.PROGRAM.settings(num_steps=8, lr_warmup_steps=4, lr_schedule=schedule,
                                     learning_rate=1.0).training
-    assert [recipe.learning_rate(training, step) for step in range(8)] == pytest.approx(rates)
+    assert [recipe.learning_rate(training, step) for step in range(10)] == pytest.approx(rates)
 
 
 def test_a_step_uses_the_rate_of_its_number():

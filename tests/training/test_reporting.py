@@ -8,12 +8,10 @@ import torch
 
 from fusion_lab.training import reporting
 from fusion_lab.training.distributed import ALONE, World
-from fusion_lab.training.files import UserError
 from fusion_lab.training.reporting import (
     describe_start,
     print_ending,
     print_result,
-    require_finite,
     step_line,
 )
 from tests.second_program import PROGRAM as SECOND
@@ -39,13 +37,6 @@ def test_a_step_line():
     ([1, 1, 2, 2, 1, 1, 2, 2], True)])
 def test_steps_that_get_slow_are_noticed_once(times, slow):
     assert reporting.slowed(np.array(times), 2) == slow
-
-
-def test_a_loss_that_is_not_finite_is_named_by_its_step():
-    require_finite(torch.tensor(1.0), 13)
-    for value in (float("inf"), float("nan")):
-        with pytest.raises(UserError, match=f"loss is {value} at step 14"):
-            require_finite(torch.tensor(value), 14)
 
 
 def test_the_last_line_is_shortened_from_behind(capsys):

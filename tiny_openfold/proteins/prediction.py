@@ -122,12 +122,12 @@ def predict(program, settings, mode, work):
         return outputs.OK
 
     for number, path in enumerate(paths, 1):
-        code, lines = outputs.ending(one, path)
+        code, reason = outputs.ending(one, path)
         if code > 128:  # interrupted, or nobody reads any more
             return code
         if code:
-            told[path] = dict(mode=mode, name=name_of(path), error=" ".join(lines))
-            outputs.say_why(program.name, lines)
+            told[path] = dict(mode=mode, name=name_of(path), error=reason)
+            outputs.say_why(program.name, reason)
         outputs.write_text(summary, "".join(f"{json.dumps(headline)}\n" for headline in told.values()))
         failed = [path for path, headline in told.items() if "error" in headline]
         seconds, good = time.monotonic() - started, number - len(failed)
