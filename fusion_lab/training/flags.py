@@ -13,13 +13,6 @@ from fusion_lab.training.files import EXIT_CODES
 from fusion_lab.training.options import ProfilerConfig, as_flag, flag
 from fusion_lab.training.program import CommandLine, Settings, load_program
 
-# OpenMP's threads spin while they wait for each other; on cores that others use too, one that waits keeps the
-# one that works from running. A tenth of GNU's usual number of turns costs nothing on an idle machine and
-# spares a third on a busy one.
-TURNS = ("GOMP_SPINCOUNT", "30000")
-# torch 2.13 prints two lines each time its profiler starts; 5, the default, shows them, and hides errors too.
-PROFILER_WORDS = ("KINETO_LOG_LEVEL", "6")
-
 
 def judge(name, **known):
     """A program's file calls this with its __name__ and its CommandLine, before it imports torch, which takes
@@ -27,9 +20,13 @@ def judge(name, **known):
     if name != "__main__":
         return
     files.quiet(name)
+    # OpenMP's threads spin while they wait for each other; on cores that others use too, one that waits keeps
+    # the one that works from running. A tenth of GNU's usual number of turns costs nothing on an idle machine
+    # and spares a third on a busy one.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault(*TURNS)
-    os.environ.setdefault(*PROFILER_WORDS)
+        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+    # torch 2.13 prints two lines each time its profiler starts; 5, the default, shows them, and hides errors.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     program = CommandLine(**known)
     argv = with_demo(sys.argv[1:], program)
     if code := files.exit_code(partial(check_early, program), argv, program.name):
