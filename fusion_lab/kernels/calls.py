@@ -106,7 +106,7 @@ def say_plain(name, what):
 
 def where(x):
     """A context in which launches go to x's device."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+    if not x.is_cuda or x.device.index == torch._C._cuda_getDevice():
         return HERE
     return torch.cuda.device_of(x)
 

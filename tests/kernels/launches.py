@@ -59,7 +59,8 @@ def bias_sums(n, length, dtype):
     """Sums of partial sums of a bias's gradient, with and without the transpose."""
     LP = call.padded_length(length)
     for transpose in (False, True):
-        bias_gradient.launch(torch.empty(n, 1, 4, LP, LP, dtype=dtype), length, torch.bfloat16, transpose)
+        partial_sums = torch.empty(n, 1, 4, LP, LP, dtype=dtype)
+        bias_gradient.launch(partial_sums, (1, 4, length, length), torch.bfloat16, transpose)
 
 
 def neighbours(channels, count, nodes=100):

@@ -225,14 +225,13 @@ def short_products(dtype, matrices, length, outgoing):
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx, left, right):
-            ctx.save_for_backward(left, right)
-            return products.multiply(left, right, outgoing)
+            ctx.save_for_backward(torch.cat([left, right])[:, None])
+            return products.multiply(*ctx.saved_tensors, outgoing)[:, 0]
 
         @staticmethod
         def backward(ctx, gradient):
-            found = [torch.full_like(t, torch.nan) for t in ctx.saved_tensors]
-            products.multiply_backward(*ctx.saved_tensors, gradient * inside, *found, outgoing)
-            return tuple(found)
+            found = products.multiply_backward(*ctx.saved_tensors, (gradient * inside)[:, None], outgoing)
+            return tuple(found[:, 0].chunk(2))
 
     def plain(left, right):
         return products.reference(left, right, outgoing) * inside

@@ -27,18 +27,18 @@ LOADED = 2 << 10  # bytes that a program loads at once: 32 for each of 64 thread
 
 def added_bias(partial_sums: Tensor, length: int, dtype: torch.dtype, transpose: bool) -> Tensor:
     """The gradient (B, H, length, length) in dtype, or its transpose."""
-    return launch(partial_sums, length, dtype, transpose)
+    return launch(partial_sums, (*partial_sums.shape[1:3], length, length), dtype, transpose)
 
 
-def launch(partial_sums, length, dtype, transpose, bound=None):
-    """The same; bound: as in common.bind()."""
-    N, B, H, LP, _ = partial_sums.shape
-    out, name = partial_sums.new_empty(B, H, length, length, dtype=dtype), "bias_gradient"
+def launch(partial_sums, size, dtype, transpose, bound=None):
+    """The same; size: (B, H, length, length) or (B, 1, H, length, length). bound: as in common.bind()."""
+    out, name = partial_sums.new_empty(size, dtype=dtype), "bias_gradient"
     if bound is not None and name in bound:
         bound[name](partial_sums, out)
         return out
     if is_fake(partial_sums):
         return out
+    (N, B, H, LP, _), length = partial_sums.shape, size[-1]
     BP, BI, BJ = tile_sizes(N, LP, partial_sums.itemsize)
     warps = BI * BJ * BP * partial_sums.itemsize // (32 * 32)  # of 32 threads, each of which loads 32 bytes
     bind(bound, name, attention_bias_gradient_kernel,

@@ -75,6 +75,8 @@ class Sizes:
         self.LP, self.BD = padded_length(self.L), padded_width(self.D)
         self.shape = f"{str(dtype)[6:]} L{triton.next_power_of_2(self.L)} D{self.BD}"
         self.short_rounds = self.rounds(MOST_SCORES) if self.short else None
+        # Whether ds of all short rows fits MOST_SCORES: each row's is then one of the partial sums.
+        self.dscores_are_sums = self.short and len(self.short_rounds) == 1
 
     def fitted(self, config):
         """The tuner's configuration for rows that may be shorter than its tiles, with what else
@@ -105,15 +107,11 @@ class Sizes:
         """Memory for ds of these rows."""
         return like.new_empty(end_row - first_row, self.B, self.H, self.LP, self.LP)
 
-    def dscores_are_sums(self):
-        """Whether ds of all short rows fits MOST_SCORES. Each row's is then one of the partial sums."""
-        return self.short and len(self.short_rounds) == 1
-
     @cached_property
     def bias_sum_count(self):
         """How many partial sums of the bias's gradient backward makes with the tuner's choice."""
         if self.short:
-            return self.R if self.dscores_are_sums() else len(self.short_rounds)
+            return self.R if self.dscores_are_sums else len(self.short_rounds)
         return self.shares(tuner.chosen(*self.looked_up("attention_backward"))["STORED"])
 
     def grid(self, config):
@@ -235,7 +233,7 @@ class Attention(Sizes, Call):
         dtype = bias.dtype if bias.dtype in padding.HOLD_PADDING else torch.float32
         padded, transposed = padding.launch(bias, None, self.LP, dtype, self.transpose, True, self.bound)
         key_bias = None if key_mask is None else padding.launch_key_bias(key_mask, self.LP, self.bound)
-        return padded, transposed if self.transpose else None, key_bias
+        return padded, transposed, key_bias
 
     def forward(self, given):
         """out (B, X, Y, c), or (B, R, H, L, D) for axis 0; lse (B, R, H, L), log2 of the sums of
@@ -263,9 +261,9 @@ class Attention(Sizes, Call):
         bias_transposed, out, lse, gradient, weight, drop = saved
         *qkv, gate = with_gate(qkvg, heads, axis)
         results = *grads, bias_sums, gate_bias_sums, du, out_bias_sums = [
-            *(x.new_empty(x.shape) for x in qkvg),
+            *[x.new_empty(x.shape) for x in qkvg],
             out.new_empty((bias_sums, self.B, self.H, self.LP, self.LP) if bias is not None else 0,
-                          dtype=self.dtype if self.dscores_are_sums() else torch.float32),
+                          dtype=self.dtype if self.dscores_are_sums else torch.float32),
             *([None] * 3 if gate_bias is None and weight is None else (
                 out.new_empty(gate_bias_sums, self.H, self.D, dtype=torch.float32),
                 out.new_empty(0 if drop is None else gradient.shape),
@@ -293,7 +291,7 @@ class Attention(Sizes, Call):
         self.backward_of_scores(of_scores, bias_sums)
         if self.L == 1:
             dq.zero_(), dk.zero_()
-        elif self.own_masks:
+        elif self.own_masks and not self.short:  # whose kernel does it by itself
             self.zero_where_one_key_is(key_bias, dq, dk)
         return results
 
@@ -329,7 +327,7 @@ class Attention(Sizes, Call):
 def short_rows(call, given, bias_sums):
     """dq, dk, dv and, with a bias, its partial sums: ds of each row, or the sums of rounds of rows."""
     for number, (first_row, end_row) in enumerate(call.short_rounds):
-        in_place = given.bias is None or call.dscores_are_sums()
+        in_place = given.bias is None or call.dscores_are_sums
         dscores = bias_sums if in_place else call.new_dscores(given.dq, first_row, end_row)
         call.run(kernels.attention_backward_short_kernel,
                  (*given.qkv, given.bias, *given.saved, given.dq, given.dk, given.dv, dscores),

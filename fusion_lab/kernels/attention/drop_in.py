@@ -87,12 +87,11 @@ def triangle_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tens
         keys = "" if q.shape == k.shape else "another number of keys than queries with "
         say_plain(NAME, f"{keys}heads of {q.shape[-1]} channels in {str(q.dtype)[6:]}")
         return plain(*given, scale)
-    key_mask = None if mask is None else mask.flatten(2)  # (B, N, K)
     if watched(NAME, given):
-        return attention.row_attention(q, k, v, bias[:, 0], None if key_mask is None else key_mask.bool(),
-                                       scale)
+        key_mask = None if mask is None else mask.flatten(2).bool()  # (B, N, K)
+        return attention.row_attention(q, k, v, bias[:, 0], key_mask, scale)
     qkv, strides = (q, k, v), q.stride()  # kernels take all by the same, as long as channels lie side by side
     if not (strides[-1] == 1 and strides == k.stride() == v.stride()):
         qkv = [x.contiguous() for x in qkv]
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    return attention.attention_from_python(qkv, q.shape[2], 0, scale, bias, key_mask)
+    return attention.attention_from_python(qkv, q.shape[2], 0, scale, bias, mask)

@@ -468,11 +468,14 @@ def attention_backward_short_kernel(q, k, v, bias, key_bias, do, lse, delta, dq,
         s = tl.dot(q_tile, tl.trans(k_tile)) * scale  # (BL, BL): queries, keys
         s += load_bias(bias, bh, 0, 0, LP, BL, BL, BIAS)
         if KEY_BIAS:
-            s += load_key_bias(key_bias, b, r, i, key_bias_strides)[None, :]
+            of_keys = load_key_bias(key_bias, b, r, i, key_bias_strides)  # (BL,)
+            s += of_keys[None, :]
         # Probabilities, and gradients of scores.
         p = tl.exp2(s * LOG2E - lse_tile[:, None])  # (BL, BL)
         dp = tl.dot(do_tile, tl.trans(v_tile))  # (BL, BL)
         ds = p * (dp - delta_tile[:, None])
+        if KEY_BIAS:  # the probability of a single key is 1, whatever its score is
+            ds = tl.where(tl.sum((of_keys == 0).to(tl.int32)) == 1, 0.0, ds)
         p, ds = p.to(q_tile.dtype), ds.to(q_tile.dtype)
         if BIAS:
             store_dscores(dscores, r - first_row, bh, tl.num_programs(1), LP, 0, 0, ds)

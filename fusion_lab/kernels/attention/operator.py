@@ -87,14 +87,13 @@ class FromPython(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, settings, bias, key_mask, *qkvg):
-        ctx.axis, none = settings[1], NONE[len(qkvg):]
-        bias = bias if ctx.axis else bias.squeeze(1)
+        none = NONE[len(qkvg):]
         call = ctx.call = Attention.of((*qkvg, *none, bias, key_mask), *settings)
         padded, transposed, key_bias = call.pad(bias, key_mask)
         given = *qkvg, *none, padded, key_bias
         out, lse = call.forward(given)
         ctx.save_for_backward(*given, transposed, out, lse)
-        ctx.bias_dtype, ctx.stride = bias.dtype, qkvg[0].stride()
+        ctx.bias_size, ctx.bias_dtype, ctx.stride = bias.shape, bias.dtype, qkvg[0].stride()
         return out
 
     @staticmethod
@@ -105,8 +104,8 @@ class FromPython(torch.autograd.Function):
         if given[0].stride() != ctx.stride:
             given[:call.parts] = [laid(x, ctx.stride) for x in given[:call.parts]]
         *grads, bias_sums, _, _, _ = call.backward(given, saved, call.bias_sum_count, 0)
-        dbias = bias_gradient.launch(bias_sums, call.L, ctx.bias_dtype, False, call.bound)
-        return None, dbias if ctx.axis else dbias.unsqueeze(1), None, *grads
+        dbias = bias_gradient.launch(bias_sums, ctx.bias_size, ctx.bias_dtype, False, call.bound)
+        return None, dbias, None, *grads
 
 
 def padded_bias(bias, key_mask, like, sizes, transpose):
@@ -167,9 +166,9 @@ def row_attention(q, k, v, bias=None, key_mask=None, scale=None):
 
 
 def attention_from_python(qkvg, heads, axis, scale, bias, key_mask):
-    """Attention for a call from Python, which nothing watches. bias (B, H, L, L) or, with axis 0, (B, 1, H,
-    L, L), key_mask (B, R, L) or None, both of any strides. RuntimeError for tensors on a CPU, where no kernel
-    runs, and for a second derivative."""
+    """Attention for a call from Python, which nothing watches. bias (B, H, L, L) or (B, 1, H, L, L), key_mask
+    (B, R, L), (B, R, 1, 1, L) or None, both of any strides. RuntimeError for tensors on a CPU, where no
+    kernel runs, and for a second derivative."""
     with where(bias):
         return FromPython.apply((heads, axis, scale, torch.is_grad_enabled()), bias, key_mask, *qkvg)
 

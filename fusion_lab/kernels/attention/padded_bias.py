@@ -107,45 +107,53 @@ def attention_one_key_kernel(key_bias, dq, dk, R, H, L, D: tl.constexpr, key_bia
 
 
 def launch_key_bias(key_mask, LP, bound=None):
-    """key_bias (B, R, LP) in float32 of key_mask (B, R, L). bound: as in common.bind()."""
-    B, R, L = key_mask.shape
-    out, name = key_mask.new_empty(B, R, LP, dtype=torch.float32), "key_bias"
-    key_mask = key_mask.view(torch.uint8) if key_mask.dtype == torch.bool else key_mask
+    """key_bias (B, R, LP) in float32 of key_mask (B, R, L) or (B, R, 1, 1, L). bound: as in common.bind()."""
+    (B, R), L, name = key_mask.shape[:2], key_mask.shape[-1], "key_bias"
+    out = key_mask.new_empty((B, R, LP), dtype=torch.float32)
     if bound is not None and name in bound:
         bound[name](key_mask, out)
     else:
-        T = min(LP, 128)  # which divides LP
-        bind(bound, name, attention_key_bias_kernel, (B * R, LP // T), (R, L, LP, *key_mask.stride()),
-             T=T, num_warps=1)(key_mask, out)
+        T, key_mask = min(LP, 128), in_bytes(key_mask)  # T divides LP
+        strides = *key_mask.stride()[:2], key_mask.stride(-1)
+        bind(bound, name, attention_key_bias_kernel, (B * R, LP // T), (R, L, LP, *strides), T=T,
+             num_warps=1)(key_mask, out)
     return out
+
+
+def in_bytes(mask):
+    """A mask as Triton compiles for it. What is compiled then takes an address, and the mask as it is."""
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
 def padded_bias(bias: Tensor, key_mask: Tensor | None, LP: int, dtype: torch.dtype,
                 transpose: bool) -> tuple[Tensor, Tensor]:
     """(out, its transpose or, without transpose, nothing), in dtype. key_mask (B, L) or (1, L), other
     than 0 where a key is present, or None."""
-    return launch(bias, key_mask, LP, dtype, transpose)
+    out, transposed = launch(bias, key_mask, LP, dtype, transpose)
+    return out, out.new_empty(0) if transposed is None else transposed
 
 
 def launch(bias, key_mask, LP, dtype, transpose, lift=False, bound=None):
-    """The same; lift: what is below MASKED, -inf as well, becomes that. bound: as in common.bind()."""
-    size, name = (*bias.shape[:2], LP, LP), "padded_bias"
-    out, transposed = bias.new_empty(size, dtype=dtype), bias.new_empty(size if transpose else 0, dtype=dtype)
+    """The same, and None without transpose. bias (B, H, L, L) or (B, 1, H, L, L), as out then is, too. lift:
+    what is below MASKED, -inf as well, becomes that. bound: as in common.bind()."""
+    size, name = (*bias.shape[:-2], LP, LP), "padded_bias"
+    out, transposed = bias.new_empty(size, dtype=dtype), None
+    if transpose:
+        transposed = bias.new_empty(size, dtype=dtype)
     if bound is not None and name in bound:
         bound[name](bias, key_mask, out, transposed)
         return out, transposed
     if is_fake(bias):
         return out, transposed
-    B, H, L, _ = bias.shape
+    B, H, L = bias.shape[0], *bias.shape[-3:-1]
     key_mask_stride_sample = 0
     if key_mask is not None:
-        key_mask, key_mask_stride_sample = key_mask.contiguous(), L * (len(key_mask) > 1)
-        key_mask = key_mask.view(torch.uint8) if key_mask.dtype == torch.bool else key_mask
+        key_mask, key_mask_stride_sample = in_bytes(key_mask.contiguous()), L * (len(key_mask) > 1)
     T = min(TILE, LP)  # which divides LP
     bind(bound, name, attention_padded_bias_kernel, (B * H, LP // T, LP // T),
-         (H, L, LP, *bias.stride(), key_mask_stride_sample), KEY_MASK=key_mask is not None,
-         TRANSPOSE=transpose, ALONG_QUERIES=bias.stride(2) < bias.stride(3), LIFT=lift,
-         T=T)(bias, key_mask, out, transposed)
+         (H, L, LP, bias.stride(0), *bias.stride()[-3:], key_mask_stride_sample),
+         KEY_MASK=key_mask is not None, TRANSPOSE=transpose,
+         ALONG_QUERIES=bias.stride(-2) < bias.stride(-1), LIFT=lift, T=T)(bias, key_mask, out, transposed)
     return out, transposed
 
 

@@ -243,22 +243,6 @@ class Multiplication(Call):
             options(), **{flag: there for flag, there in self.biases.items() if flag in kernel.arg_names},
             **self.sizes, **self.flags), summed=summed)
 
-    def matrices(self, planes):
-        """((C B, SP, SP), ...) of left and right, or of the product alone."""
-        return planes.view(-1, self.C * self.B, self.SP, self.SP).unbind()
-
-    def multiply(self, sides):
-        """The product, (C, B, SP, SP)."""
-        product = triangle_products.multiply(*self.matrices(sides), self.outgoing, self.bound)
-        return product.view(self.C, *sides.shape[1:])
-
-    def multiply_backward(self, sides, dproduct):
-        """The gradient of sides, (2 C, B, SP, SP)."""
-        dsides = torch.empty_like(sides)
-        matrices = [each for planes in (sides, dproduct, dsides) for each in self.matrices(planes)]
-        triangle_products.multiply_backward(*matrices, self.outgoing, self.bound)
-        return dsides
-
     def forward(self, given, weights):
         """[out; for backward statistics, LN(pair), LN(product), the product, both sides].
 
@@ -268,9 +252,9 @@ class Multiplication(Call):
         save, makes_out = self.settings.save, after is None
         statistics, normed, sides = self.statistics(), self.matrix(self.C), self.planes(2)
         self.start(kernels.triangle_multiplication_front_kernel,
-                   (pair, norm_weight, norm_bias, in_weight, in_bias, mask, sides, normed, statistics[:2]),
+                   (pair, norm_weight, norm_bias, in_weight, in_bias, mask, sides, normed, statistics),
                    lambda: dict(self.mask, eps=self.settings.eps))
-        product = self.multiply(sides)
+        product = triangle_products.multiply(sides, self.outgoing, self.bound)
         sides = sides if save else self.planes(0)  # their memory may be out's
         out, normed_product = self.result(pair, residual, makes_out), self.matrix(self.C * save)
         self.start(kernels.triangle_multiplication_back_kernel,
@@ -298,11 +282,11 @@ class Multiplication(Call):
         self.start(kernels.triangle_multiplication_back_backward_kernel,
                    (product, normed, normed_product, center_weight, *behind, drop, statistics[2:], gradient,
                     dproduct, dout, dprojected, back_sums), lambda: self.drop, summed=True)
-        dsides = self.multiply_backward(sides, dproduct)
+        dsides = triangle_products.multiply_backward(sides, dproduct, self.outgoing, self.bound)
         del dproduct
         self.start(kernels.triangle_multiplication_front_backward_kernel,
                    (pair, normed, norm_weight, behind[2], in_weight, in_bias, mask, sides, dsides,
-                    statistics[:2], gradient, dprojected, dpair, front_sums),
+                    statistics, gradient, dprojected, dpair, front_sums),
                    lambda: dict(self.mask, ADD_GRADIENT=self.settings.residual_is_pair), summed=True)
         return [dpair, dprojected, dout, front_sums, back_sums]
 

@@ -6,7 +6,8 @@ BLAS library's.
     outgoing: product = left right^T;  dleft = d right,    dright = d^T left
     incoming: product = left^T right;  dleft = right d^T,  dright = left d
 
-All are (N, SP, SP) for N = c B matrices, contiguous, with zeros beyond S; d is the gradient of product. The
+All are N = c B matrices (SP, SP), contiguous, with zeros beyond S; d is the gradient of product. `sides`
+holds all lefts and behind them all rights, (2 c, B, SP, SP). The
 library has a launch for each of backward's products, which both read d. At B4 S64 on an H200 it has a memset
 before every product. Here a program owns whole matrices, each of which is read or written once.
 """
@@ -88,41 +89,51 @@ def triangle_multiplication_product_backward_kernel(
         tl.store(drights + at, dright.to(drights.dtype.element_ty), inside)
 
 
-def short(matrices):
+def halves(sides):
+    """(N, SP, SP) lefts and rights of sides (2 c, B, SP, SP)."""
+    return sides.view(2, -1, *sides.shape[2:]).unbind()
+
+
+def short(sides):
     """Whether the kernels take them."""
-    return matrices.shape[-1] <= LONGEST and matrices.dtype in HALF
+    return sides.shape[-1] <= LONGEST and sides.dtype in HALF
 
 
-def launch(kernel, *tensors, outgoing, bound=None):
+def launch(kernel, sides, *others, outgoing, bound=None):
     """Launch with the tuner's choice, which goes by dtype, P matrices and their side S. Nothing for fake
     tensors. bound: as in common.bind()."""
-    if is_fake(tensors[0]):
+    if is_fake(sides):
         return None
-    if bound is not None and kernel.__name__ in bound:
-        return bound[kernel.__name__](*tensors)
-    matrices, side, dtype = *tensors[0].shape[:2], tensors[0].dtype
+    tensors, name = (sides, sides[len(sides) // 2:], *others), kernel.__name__  # lefts come first in sides
+    if bound is not None and name in bound:
+        return bound[name](*tensors)
+    matrices, side, dtype = len(sides) // 2 * sides.shape[1], sides.shape[-1], sides.dtype
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(matrices)} S{triton.next_power_of_2(side)}"
 
     def run(config):
-        bind(bound, kernel.__name__, kernel, (matrices // config["MANY"],), OUTGOING=outgoing,
-             SP=side, T=LONGEST, **config)(*tensors)
-    return tuner.launch(kernel.__name__, shape, CANDIDATES, run)
+        bind(bound, name, kernel, (matrices // config["MANY"],), OUTGOING=outgoing, SP=side, T=LONGEST,
+             **config)(*tensors)
+    return tuner.launch(name, shape, CANDIDATES, run)
 
 
-def multiply(left, right, outgoing, bound=None):
-    """The product of each pair of matrices, (N, SP, SP)."""
-    if not short(left):
-        return reference(left, right, outgoing)
-    product = torch.empty_like(left)
-    launch(triangle_multiplication_product_kernel, left, right, product, outgoing=outgoing, bound=bound)
+def multiply(sides, outgoing, bound=None):
+    """The product of each pair of matrices, (c, B, SP, SP)."""
+    size = (len(sides) // 2, *sides.shape[1:])
+    if not short(sides):
+        return reference(*halves(sides), outgoing).view(size)
+    product = sides.new_empty(size)
+    launch(triangle_multiplication_product_kernel, sides, product, outgoing=outgoing, bound=bound)
     return product
 
 
-def multiply_backward(left, right, d, dleft, dright, outgoing, bound=None):
-    """Fill dleft and dright (N, SP, SP) from the product's gradient d."""
-    if short(left):
-        launch(triangle_multiplication_product_backward_kernel, left, right, d, dleft, dright,
-               outgoing=outgoing, bound=bound)
-    else:
-        torch.bmm(*((d, right) if outgoing else (right, d.mT)), out=dleft)
-        torch.bmm(*((d.mT, left) if outgoing else (left, d)), out=dright)
+def multiply_backward(sides, dproduct, outgoing, bound=None):
+    """The gradient (2 c, B, SP, SP) of sides, from dproduct (c, B, SP, SP)."""
+    dsides = torch.empty_like(sides)
+    if short(sides):
+        launch(triangle_multiplication_product_backward_kernel, sides, dproduct, dsides,
+               dsides[len(dproduct):], outgoing=outgoing, bound=bound)
+        return dsides
+    (left, right), (dleft, dright), d = halves(sides), halves(dsides), dproduct.flatten(0, 1)
+    torch.bmm(*((d, right) if outgoing else (right, d.mT)), out=dleft)
+    torch.bmm(*((d.mT, left) if outgoing else (left, d)), out=dright)
+    return dsides
