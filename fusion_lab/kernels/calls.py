@@ -46,6 +46,11 @@ class Call:
             return cls(tensors, *settings)
         return tuner.plan(cls.kept, (*looks(tensors), *settings), lambda: cls(tensors, *settings))
 
+    @classmethod
+    def known(cls, tensors, *settings):
+        """The Call that of() keeps for tensors that look like these, or None."""
+        return None if tuner.found is not None else cls.kept.get((*looks(tensors), *settings))
+
     def programs(self, grid):
         return math.prod(grid)
 
@@ -77,9 +82,11 @@ class Call:
 def looks(tensors):
     """What a Call may depend on of these tensors (None: not there): the key to keep it by. Triton compiles
     for addresses that 16 divides and, on AMD, for storages below 2 GB."""
-    return [None if t is None else (
-        t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15,
-        ON_AMD and t.untyped_storage().nbytes() >= 1 << 31) for t in tensors]
+    found = [t if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
+             for t in tensors]
+    if ON_AMD:
+        found += [t is not None and t.untyped_storage().nbytes() >= 1 << 31 for t in tensors]
+    return found
 
 
 def watched(name, tensors):

@@ -10,6 +10,7 @@ Imports triton; whoever imports this has asked `limits.HAS_TRITON` first. Rules 
 Shapes in helpers: x (BM, C) is a tile of BM positions with all their C channels.
 """
 import inspect
+from functools import partial
 
 import torch
 import triton
@@ -82,8 +83,7 @@ class Bound:
     def __call__(self, *tensors):
         """Launch, on the current stream of the tensors' GPU, which is the current one."""
         if self.compiled is not None:
-            stream = None if self.gpu is None else self.stream_of(self.gpu)
-            self.compiled(*tensors, *self.behind, stream=stream)
+            self.compiled(*tensors, *self.behind, stream=self.stream())
             return
         compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
         if compiled is not None:  # there is none in the interpreter, and where nothing is run
@@ -91,7 +91,8 @@ class Bound:
             self.behind = (*self.numbers, *(self.options.get(each.name, each.default)
                                             for each in others[len(tensors) + len(self.numbers):]))
             # By itself Triton asks for the GPU's number as well, each time; without a GPU it finds its own.
-            self.gpu, self.stream_of = tensors[0].device.index, driver.active.get_current_stream
+            gpu = tensors[0].device.index
+            self.stream = type(None) if gpu is None else partial(driver.active.get_current_stream, gpu)
             self.compiled = compiled[(*self.grid, 1, 1)[:3]]
 
 
@@ -157,9 +158,6 @@ def add_up(partial_sums, sums, bound=None, name=None):
     """sums (...) = the sum of partial_sums (programs, ...), float32, over programs: in one launch, with the
     same bits in every run. Where sums have few numbers, a tile is high, so that there are loads enough.
     bound, name: as in bind()."""
-    if bound is not None and name in bound:
-        bound[name](partial_sums, sums)
-        return
     columns = sums.numel()
     if columns < 1 << 13:  # fewer than 8192: 8 columns, 32 bytes of a row, and up to 1024 rows at once
         height, width, warps = min(1024, triton.next_power_of_2(max(1, len(partial_sums)))), 8, 8

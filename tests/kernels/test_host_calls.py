@@ -69,10 +69,10 @@ def counted(step):
 
 
 CASES = {  # the function's call, its size; launches and at most so many calls: forward, forward and backward
-    "attention, short": (attention, 16, (3, 6), (100, 235)),
-    "attention": (attention, 130, (3, 9), (100, 265)),
-    "multiplication, short": (multiplication, 16, (3, 8), (150, 330)),
-    "multiplication": (multiplication, 70, (2, 6), (150, 340)),
+    "attention, short": (attention, 16, (3, 6), (90, 210)),
+    "attention": (attention, 130, (3, 9), (90, 250)),
+    "multiplication, short": (multiplication, 16, (3, 8), (145, 310)),
+    "multiplication": (multiplication, 70, (2, 6), (140, 300)),
 }
 
 

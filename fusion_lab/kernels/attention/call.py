@@ -196,13 +196,12 @@ class Attention(Sizes, Call):
     """The launches of attention for tensors that look alike: sizes, strides, flags.
 
     tensors: as Given. Of the bias it only matters whether there is one, of key_bias to which samples and rows
-    it belongs: so for calls from Python they may be a bias and a mask as they are given. may_learn:
-    whether gradients are enabled.
+    it belongs: so for calls from Python they may be a bias and a mask as they are given.
     """
 
     name = "attention"
 
-    def __init__(self, tensors, heads, axis, scale, may_learn=False):
+    def __init__(self, tensors, heads, axis, scale):
         given = Given(*tensors[:GIVEN])
         self.parts = sum(x is not None for x in given[:4])  # tensors of qkvg
         Call.__init__(self, given.q)
@@ -214,9 +213,6 @@ class Attention(Sizes, Call):
         position_stride = max(q.stride(3), gate.stride(3))
         if max(self.B * self.H, self.R) >= 1 << 16 or TALLEST * position_stride >= 1 << 31:
             raise ValueError(f"attention over {tuple(q.shape)} is too large for one launch")
-        # Whether there will be a backward that reads the transposed bias:
-        self.transpose = may_learn and not self.short and any(
-            t is not None and t.requires_grad for t in tensors)
         self.stored = None  # the tuner's choice for backward, once it was asked
         self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)  # by position, in five kernels
         samples, rows = (1, 1) if given.key_bias is None else given.key_bias.shape[:2]
@@ -226,14 +222,6 @@ class Attention(Sizes, Call):
         self.flags = dict(KEY_BIAS=given.key_bias is not None)
         self.bias_flag = dict(BIAS=given.bias is not None)
         self.gate_flags = dict(GATE=axis > 0, GATE_BIAS=axis > 0 and given.gate_bias is not None)
-
-    def pad(self, bias, key_mask):
-        """Attention's bias, its transpose or None, and key_bias of a bias and a mask (B, R, L) or None, as
-        they are given: in small kernels, for calls from Python."""
-        dtype = bias.dtype if bias.dtype in padding.HOLD_PADDING else torch.float32
-        padded, transposed = padding.launch(bias, None, self.LP, dtype, self.transpose, True, self.bound)
-        key_bias = None if key_mask is None else padding.launch_key_bias(key_mask, self.LP, self.bound)
-        return padded, transposed, key_bias
 
     def forward(self, given):
         """out (B, X, Y, c), or (B, R, H, L, D) for axis 0; lse (B, R, H, L), log2 of the sums of

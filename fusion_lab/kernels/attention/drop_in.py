@@ -1,14 +1,13 @@
 """Triangle attention as other projects call it, under cuEquivariance's name, from Python or compiled.
 
-From Python operator.attention_from_python() runs; under torch.compile, fake tensors or a counter it is
-row_attention().
+From Python operator.FromPython runs; under torch.compile, fake tensors or a counter it is row_attention().
 """
 import torch
 from torch import Tensor
 
 from fusion_lab.kernels.attention import operator as attention
 from fusion_lab.kernels.attention import padded_bias as padding
-from fusion_lab.kernels.calls import say_plain, watched
+from fusion_lab.kernels.calls import say_plain, watched, where
 from fusion_lab.kernels.common import check_shapes, multiplies
 from fusion_lab.kernels.limits import WIDEST_HEAD
 from fusion_lab.kernels.precision import product_dtype
@@ -40,12 +39,21 @@ def checked(q, k, v, bias, mask):
     return q, k, v, spread("bias", bias, (B, 1, H, Q, K)), spread("mask", mask, (B, N, 1, 1, K))
 
 
+class Update(attention.CallFromPython):
+    """A call from Python whose tensors q, k, v, two Nones, bias and mask have passed checked() and lie as
+    kernels read them. So have all tensors that look like them."""
+    name = NAME
+
+    def __init__(self, tensors, scale, may_learn):
+        super().__init__(tensors, tensors[0].shape[2], 0, scale, may_learn)
+
+
 def plain(q, k, v, bias, mask, scale):
     """The same by PyTorch's operations. What scores cost is reading and writing them: q is scaled, not they,
     and bias and mask are added in place (vmap may have a batch of these alone, which fits in no place)."""
     add = torch.add if torch._C._are_functorch_transforms_active() else torch.Tensor.add_
     wide = torch.float32 if q.dtype == torch.float16 else q.dtype  # -65504 ends float16
-    scores = ((q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT).to(wide)  # (B, N, H, Q, K)
+    scores = ((q * scale) @ k.mT).to(wide)  # (B, N, H, Q, K)
     scores = add(scores, padding.lifted(bias))
     if mask is None:
         return scores.softmax(-1).to(v.dtype) @ v
@@ -82,16 +90,22 @@ def triangle_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tens
     if torch.is_autocast_enabled(q.device.type):
         dtype = product_dtype(q)
         q, k, v = (x.to(dtype) if x.dtype in CAST else x for x in (q, k, v))
-    given = q, k, v, bias, mask = checked(q, k, v, bias, mask)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.shape[-1] > WIDEST_HEAD or q.shape != k.shape or not multiplies(q, q.dtype):
+        given = checked(q, k, v, bias, mask)
         keys = "" if q.shape == k.shape else "another number of keys than queries with "
         say_plain(NAME, f"{keys}heads of {q.shape[-1]} channels in {str(q.dtype)[6:]}")
         return plain(*given, scale)
-    if watched(NAME, given):
+    if watched(NAME, (q, k, v, bias, mask)):
+        q, k, v, bias, mask = checked(q, k, v, bias, mask)
         key_mask = None if mask is None else mask.flatten(2).bool()  # (B, N, K)
         return attention.row_attention(q, k, v, bias[:, 0], key_mask, scale)
-    qkv, strides = (q, k, v), q.stride()  # kernels take all by the same, as long as channels lie side by side
-    if not (strides[-1] == 1 and strides == k.stride() == v.stride()):
-        qkv = [x.contiguous() for x in qkv]
-    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    return attention.attention_from_python(qkv, q.shape[2], 0, scale, bias, mask)
+    with where(q):
+        settings = float(scale), torch.is_grad_enabled()
+        call = Update.known((q, k, v, None, None, bias, mask), *settings)
+        if call is None:
+            q, k, v, bias, mask = checked(q, k, v, bias, mask)
+            if not (q.stride(-1) == 1 and q.stride() == k.stride() == v.stride()):  # one stride() serves all
+                q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+            call = Update.of((q, k, v, None, None, bias, mask), *settings)
+        return attention.FromPython.apply(call, bias, mask, q, k, v)

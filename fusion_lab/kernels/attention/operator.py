@@ -16,6 +16,7 @@ from fusion_lab.kernels.attention.call import (
     FORWARD_OP,
     NONE,
     Attention,
+    Given,
     Saved,
     bias_sum_count,
     gate_sum_count,
@@ -81,19 +82,41 @@ class BiasedAttention(torch.autograd.Function):
         return None, dbias, None, dgate_bias, None, *grads
 
 
+class CallFromPython(Attention):
+    """The launches for a call from Python: of a bias and a mask as they are given, which small kernels pad.
+
+    may_learn: whether gradients are enabled."""
+
+    def __init__(self, tensors, heads, axis, scale, may_learn):
+        super().__init__(tensors, heads, axis, scale)
+        given = Given(*tensors)
+        self.stride, self.bias_size, self.bias_dtype = given.q.stride(), given.bias.shape, given.bias.dtype
+        self.padded_dtype = self.bias_dtype if self.bias_dtype in HOLD_PADDING else torch.float32
+        # Whether there will be a backward that reads the transposed bias:
+        self.transpose = may_learn and not self.short and any(
+            t is not None and t.requires_grad for t in tensors)
+
+    def pad(self, bias, key_mask):
+        """Attention's bias, its transpose or None, and key_bias or None."""
+        padded, transposed = padding.launch(bias, None, self.LP, self.padded_dtype, self.transpose, True,
+                                            self.bound)
+        key_bias = None if key_mask is None else padding.launch_key_bias(key_mask, self.LP, self.bound)
+        return padded, transposed, key_bias
+
+
 class FromPython(torch.autograd.Function):
-    """The same for a call from Python: launches themselves, and small kernels that pad bias and mask, which
-    in a graph the compiler does. settings: also whether gradients are enabled."""
+    """The same by the launches of a CallFromPython, for calls that nothing watches.
+
+    bias (B, H, L, L) or (B, 1, H, L, L), key_mask (B, R, L), (B, R, 1, 1, L) or None, both of any strides.
+    RuntimeError for tensors on a CPU, where no kernel runs, and for a second derivative."""
 
     @staticmethod
-    def forward(ctx, settings, bias, key_mask, *qkvg):
-        none = NONE[len(qkvg):]
-        call = ctx.call = Attention.of((*qkvg, *none, bias, key_mask), *settings)
+    def forward(ctx, call, bias, key_mask, *qkvg):
+        ctx.call = call
         padded, transposed, key_bias = call.pad(bias, key_mask)
-        given = *qkvg, *none, padded, key_bias
+        given = *qkvg, *NONE[len(qkvg):], padded, key_bias
         out, lse = call.forward(given)
         ctx.save_for_backward(*given, transposed, out, lse)
-        ctx.bias_size, ctx.bias_dtype, ctx.stride = bias.shape, bias.dtype, qkvg[0].stride()
         return out
 
     @staticmethod
@@ -101,10 +124,10 @@ class FromPython(torch.autograd.Function):
     def backward(ctx, gradient):
         *given, transposed, out, lse = ctx.saved_tensors
         call, saved = ctx.call, (transposed, out, lse, gradient, None, None)
-        if given[0].stride() != ctx.stride:
-            given[:call.parts] = [laid(x, ctx.stride) for x in given[:call.parts]]
+        if given[0].stride() != call.stride:
+            given[:call.parts] = [laid(x, call.stride) for x in given[:call.parts]]
         *grads, bias_sums, _, _, _ = call.backward(given, saved, call.bias_sum_count, 0)
-        dbias = bias_gradient.launch(bias_sums, ctx.bias_size, ctx.bias_dtype, False, call.bound)
+        dbias = bias_gradient.launch(bias_sums, call.bias_size, call.bias_dtype, False, call.bound)
         return None, dbias, None, *grads
 
 
@@ -165,17 +188,12 @@ def row_attention(q, k, v, bias=None, key_mask=None, scale=None):
                                  reads_transposed_bias(q.shape[3]), *qkv)
 
 
-def attention_from_python(qkvg, heads, axis, scale, bias, key_mask):
-    """Attention for a call from Python, which nothing watches. bias (B, H, L, L) or (B, 1, H, L, L), key_mask
-    (B, R, L), (B, R, 1, 1, L) or None, both of any strides. RuntimeError for tensors on a CPU, where no
-    kernel runs, and for a second derivative."""
-    with where(bias):
-        return FromPython.apply((heads, axis, scale, torch.is_grad_enabled()), bias, key_mask, *qkvg)
-
-
 def gated_attention_from_python(packed, heads, axis, bias, key_mask=None):
     """gated_attention() of packed (B, X, Y, 4 c), contiguous, for calls from Python; key_mask (B, R, L)."""
     if watched("gated triangle attention", (packed, bias, key_mask)):
         return gated_attention([packed], heads, axis, bias, key_mask)
     scale = (packed.shape[-1] // 4 // heads) ** -0.5
-    return attention_from_python([packed], heads, axis, scale, bias, key_mask)
+    with where(packed):
+        call = CallFromPython.of((packed, *NONE[1:], bias, key_mask), heads, axis, scale,
+                                 torch.is_grad_enabled())
+        return FromPython.apply(call, bias, key_mask, packed)

@@ -24,6 +24,7 @@ side = value * sigmoid(gate), which is saved, value's gradient is dside sigmoid(
 dside side (1 - sigmoid(gate)).
 Sums over positions are one partial sum a program, so every run gives the same bits.
 """
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -191,10 +192,11 @@ class Multiplication(Call):
         super().__init__(pair)
         (self.B, self.S, _, self.C), self.settings = pair.shape, settings
         self.SP = padded(self.S)
-        self.positions = self.B * self.SP * self.SP
+        self.P, self.positions = self.B * self.S * self.S, self.B * self.SP * self.SP
         if self.positions >= 1 << 31:  # a program counts positions in 32 bits
             raise ValueError(f"{tuple(pair.shape)} are too many positions for one launch")
-        self.biases, self.outgoing, self.dtype, self.device = biases, settings.outgoing, dtype, pair.device
+        self.biases, self.outgoing, self.dtype = biases, settings.outgoing, dtype
+        self.new = partial(torch.empty, dtype=dtype, device=pair.device)  # room for a tensor
         self.mask = dict(named_strides("mask", mask_strides(mask, self.outgoing)), MASK=mask is not None,
                          MASK_BOTH=mask is not None and mask.dim() == 3)
         strides = (0, 0, 0) if drop is None else drop.expand(pair.shape).stride()
@@ -212,10 +214,6 @@ class Multiplication(Call):
     def grid(self, config):
         return (self.positions // config["BM"],)
 
-    def new(self, *size, dtype=None):
-        """Room for a tensor, in the weights' dtype unless another is given."""
-        return torch.empty(size, dtype=dtype or self.dtype, device=self.device)
-
     def result(self, pair, residual, exists):
         """Room for out, or for nothing."""
         return pair.new_empty(pair.shape if exists else 0,
@@ -224,18 +222,6 @@ class Multiplication(Call):
     def planes(self, number):
         """Room for so many tensors of C channels, channel first: (number C, B, SP, SP)."""
         return self.new(number * self.C, self.B, self.SP, self.SP)
-
-    def matrix(self, width):
-        """Room for a channel-last matrix (P, width)."""
-        return self.new(self.B * self.S * self.S, width)
-
-    def partial_sums(self, count, width):
-        """Room for the partial sums of so many programs, (count, width C)."""
-        return self.new(count, width * self.C, dtype=torch.float32)
-
-    def statistics(self):
-        """Room for mean and 1 / std of pair, then of the product, at each position: (4, B SP SP)."""
-        return self.new(4, self.positions, dtype=torch.float32)
 
     def start(self, kernel, tensors, options, summed=False):
         """Call.run() with the constants that all kernels take, and the biases that this one reads."""
@@ -250,13 +236,14 @@ class Multiplication(Call):
         pair, mask, drop, residual, after = given
         norm_weight, norm_bias, in_weight, in_bias, *behind = weights
         save, makes_out = self.settings.save, after is None
-        statistics, normed, sides = self.statistics(), self.matrix(self.C), self.planes(2)
+        normed, sides = self.new(self.P, self.C), self.planes(2)
+        statistics = self.new(4, self.positions, dtype=torch.float32)  # mean, 1 / std of pair, of the product
         self.start(kernels.triangle_multiplication_front_kernel,
                    (pair, norm_weight, norm_bias, in_weight, in_bias, mask, sides, normed, statistics),
                    lambda: dict(self.mask, eps=self.settings.eps))
         product = triangle_products.multiply(sides, self.outgoing, self.bound)
         sides = sides if save else self.planes(0)  # their memory may be out's
-        out, normed_product = self.result(pair, residual, makes_out), self.matrix(self.C * save)
+        out, normed_product = self.result(pair, residual, makes_out), self.new(self.P, self.C * save)
         self.start(kernels.triangle_multiplication_back_kernel,
                    (product, normed, *behind, drop, residual, out, normed_product, statistics[2:]),
                    lambda: dict(self.drop, eps=self.settings.eps, RESIDUAL=residual is not None, SAVE=save,
@@ -276,9 +263,10 @@ class Multiplication(Call):
         them; so those outlive their use here."""
         (pair, mask, drop, *_), (statistics, normed, normed_product, product, sides) = given, saved
         norm_weight, _, in_weight, in_bias, center_weight, _, *behind = weights
-        dpair, dprojected, dout = pair.new_empty(pair.shape), self.matrix(5 * self.C), self.matrix(self.C)
-        front_sums, back_sums = map(self.partial_sums, programs, (6, 4))
-        dproduct = self.planes(1)
+        dpair, dprojected = pair.new_empty(pair.shape), self.new(self.P, 5 * self.C)
+        dout, dproduct = self.new(self.P, self.C), self.planes(1)
+        front_sums, back_sums = [self.new(count, width * self.C, dtype=torch.float32)
+                                 for count, width in zip(programs, (6, 4), strict=True)]
         self.start(kernels.triangle_multiplication_back_backward_kernel,
                    (product, normed, normed_product, center_weight, *behind, drop, statistics[2:], gradient,
                     dproduct, dout, dprojected, back_sums), lambda: self.drop, summed=True)

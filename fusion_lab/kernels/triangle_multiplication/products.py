@@ -102,11 +102,11 @@ def short(sides):
 def launch(kernel, sides, *others, outgoing, bound=None):
     """Launch with the tuner's choice, which goes by dtype, P matrices and their side S. Nothing for fake
     tensors. bound: as in common.bind()."""
-    if is_fake(sides):
-        return None
     tensors, name = (sides, sides[len(sides) // 2:], *others), kernel.__name__  # lefts come first in sides
     if bound is not None and name in bound:
         return bound[name](*tensors)
+    if is_fake(sides):
+        return None
     matrices, side, dtype = len(sides) // 2 * sides.shape[1], sides.shape[-1], sides.dtype
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(matrices)} S{triton.next_power_of_2(side)}"
 

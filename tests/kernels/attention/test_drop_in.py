@@ -5,7 +5,6 @@ import torch
 
 from fusion_lab.kernels import calls, tuner
 from fusion_lab.kernels.attention import drop_in
-from fusion_lab.kernels.attention.call import Attention
 from tests.kernels.problems import attention_from_python as problem
 from tests.kernels.rule import equal, gradients, packed_anew, violations
 
@@ -105,7 +104,7 @@ def fewer(ours, plain, tensors):
     "float64": lambda: problem(torch.float64, S),
     "another number of keys": lambda: fewer(*problem(torch.float32, S, False))}.items())
 def test_what_no_kernel_takes_is_said_and_runs_in_pytorchs_operations(said, made, monkeypatch):
-    monkeypatch.setattr(drop_in.attention, "attention_from_python", None)
+    monkeypatch.setattr(drop_in.attention, "FromPython", None)
     monkeypatch.setattr(calls, "said", set())
     with pytest.warns(UserWarning, match=said):
         assert not violations(*made())
@@ -162,8 +161,8 @@ def test_calls_are_made_anew_when_tiles_were_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(tuner, "fastest", lambda key, candidates, run: candidates[0])
     ours, _, tensors = problem(torch.bfloat16, S)
     ours(*tensors)
-    assert Attention.kept
+    assert drop_in.Update.kept
     with tuner.retuning() as found:
         ours(*tensors)
         assert any(key.startswith("attention_forward_kernel") for key in found)
-    assert not Attention.kept
+    assert not drop_in.Update.kept
