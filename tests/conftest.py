@@ -22,6 +22,14 @@ def families_dir():
     return require_shared("data", "families")
 
 
+@pytest.fixture
+def quick_runs(monkeypatch):
+    """Runs in this process without what takes most of a small one: its picture, and the machine's ceiling."""
+    from fusion_lab.measuring import metrics, summary
+    monkeypatch.setattr(metrics.Metrics, "draw", lambda *_: None)
+    monkeypatch.setattr(summary, "matmul_ceiling", lambda *_: 1e12)
+
+
 def pytest_configure():
     if INTERPRETING:
         from tests.kernels.triton_targets import mend_interpreter

@@ -20,6 +20,7 @@ from tests.support import last_json
 from tiny_openfold.proteins.batches import SyntheticProteins
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 # --- Optimizer step ------------------------------------------------------------------------------------
@@ -158,7 +159,6 @@ def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
     with monkeypatch.context() as monkeypatch:
         monkeypatch.setattr(PhaseTimer, "seconds", lambda timer, last=0: 1e-3 * np.outer(
             np.arange(1, len(timer.steps) + 1) ** 2, [1.0, 2, 3, 4])[-last:])
-        monkeypatch.setattr(tof.Metrics, "draw", lambda *_: None)  # matplotlib takes its time
         monkeypatch.setattr(tof, "save", save)
         code = tof.main(flags_of(profile_dir=tmp_path / "p", save_checkpoint=tmp_path / "c.pt", **values),
                         dataclasses.replace(tof.PROGRAM, data=Watched))
@@ -211,7 +211,7 @@ def test_a_checkpoint_knows_what_its_run_has_learned_from(tmp_path, capsys):
     assert "Warming up" not in capsys.readouterr().out  # what cannot be saved is not begun
 
 
-def test_a_run_closes_with_averaged_weights(tmp_path, monkeypatch):
+def test_a_run_closes_with_averaged_weights(tmp_path):
     """What it says of its model at the end is of the one that was evaluated."""
     seen = {}
 
@@ -219,7 +219,6 @@ def test_a_run_closes_with_averaged_weights(tmp_path, monkeypatch):
         def finish(self, trainer, evaluations):
             seen.update(trainer=trainer, closing=trainer.weights.tensors[0].clone(),
                         average=trainer.average.tensors[0].clone())
-    monkeypatch.setattr(tof.Metrics, "draw", lambda *_: None)
     flags = flags_of(profile_dir=tmp_path / "p", num_steps=3, ema_decay=0.9, learning_rate=0.1)
     assert tof.main(flags, dataclasses.replace(tof.PROGRAM, data=Closing)) == 0
     assert torch.equal(seen["closing"], seen["average"])

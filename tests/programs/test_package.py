@@ -50,12 +50,11 @@ def site(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [
-    ["tinyopenfold", "--fold", "x.a3m", "--device", "cpu"],
-    ["tinyopenfold-profile", "--num-blocks", 1, "--seq-len", 16, "--batch-size", 1, "--profile-steps", 1,
-     "--device", "cpu"],
+    ["tinyopenfold", "--contacts", "x.a3m", "--device", "cpu"],
     ["tinyopenfold-study", "--batch-sizes", 1, "--seq-lens", 16, "--num-runs", 1, "--num-steps", 1,
      "--no-plots", "--device", "cpu", "--", "--num-blocks", 1],
-    ["-m", "tiny_openfold_v2", "--version"], ["tinyopenfold", "--version"]],
+    ["tinyopenfold-profile", "--help"], ["-m", "tiny_openfold_v2", "--version"],
+    ["tinyopenfold", "--version"]],
     ids=lambda command: "_".join(map(str, command[:2])))
 def test_it_runs_from_elsewhere(site, tmp_path, command):
     program, *flags = map(str, command)
@@ -67,9 +66,8 @@ def test_it_runs_from_elsewhere(site, tmp_path, command):
     assert str(ROOT) not in done.stdout + done.stderr
     if "--version" in flags:
         assert done.stdout.split()[0] == ("tiny_openfold_v2.py" if program == "-m" else program)
-    if "--fold" in flags:  # the page is made from a file of the package
-        assert "<canvas" in (tmp_path / "fold" / "x.html").read_text(encoding="utf-8")
-        result = json.loads((tmp_path / "fold" / "x.json").read_text())
+    if "--contacts" in flags:
+        result = json.loads((tmp_path / "contacts" / "x.json").read_text())
         assert result["model"].startswith(str(site)) and result["residues"] == 50
 
 
@@ -82,7 +80,8 @@ def test_the_wheel_says_what_it_is(site):
     assert about["Description-Content-Type"] == "text/markdown"
     assert about.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
     for name in ("tiny_openfold/models/families.pt", "tiny_openfold/models/README.md",
-                 "fusion_lab/kernels/tiles.json", "fusion_lab/kernels/__init__.pyi", "fusion_lab/py.typed",
+                 "tiny_openfold/proteins/fold_page.html", "fusion_lab/kernels/tiles.json",
+                 "fusion_lab/kernels/__init__.pyi", "fusion_lab/py.typed",
                  "tiny_openfold/py.typed", "tiny_openfold_v2-stubs/__init__.pyi"):
         assert (site / name).read_bytes() == (ROOT / name).read_bytes()
     modules = {str(file.relative_to(ROOT)) for package in ("fusion_lab", "tiny_openfold")

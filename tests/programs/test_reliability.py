@@ -16,6 +16,7 @@ from tests.second_program import PROGRAM as SMALL_PROGRAM
 from tests.second_program import Numbers
 from tests.support import PATIENCE, ROOT, last_json
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
 SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
          "--num-seqs 4 --seq-len 8 --batch-size 1 --warmup-steps 0 --num-steps 2 --device cpu").split()
 
@@ -70,18 +71,6 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(program, module, tmp_path
         module: "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(9)"})
     assert done.returncode == 130 and done.stderr == "interrupted\n"
     assert program not in (TRAINER, SECOND) or "loading PyTorch" in done.stdout
-
-
-@pytest.mark.parametrize("given, expected", [
-    ({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])
-def test_threads_wait_less_unless_the_user_decides(given, expected, tmp_path, monkeypatch):
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):  # which a program started in this process has set
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    done = begun(TRAINER, "--num-steps", "1", directory=tmp_path,
-                 torch="import os\nraise SystemExit(str(os.environ.get('GOMP_SPINCOUNT')))")
-    assert done.stderr == f"{expected}\n"
 
 
 @pytest.mark.slow
