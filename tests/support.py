@@ -48,24 +48,20 @@ def wait_for(condition, patience=PATIENCE):
         time.sleep(0.02)
 
 
-def state_of(pid):
-    """"S" of a process that sleeps, "T" of one that was stopped, "Z" of one that has ended."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "Z"
-
-
 def gone(pid):
     """Whether a process has ended; a zombie that nobody has reaped yet has."""
-    return state_of(pid) == "Z"
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def run_program(program, *args, cwd=None, env=None):
-    """Run a program of this project as a user does; returns CompletedProcess with text output."""
-    command = [sys.executable, str(ROOT / program), *map(str, args)]
-    return subprocess.run(command, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-                          timeout=PATIENCE, capture_output=True, text=True, check=False)
+    """Run a program or script of this project as a user does; returns CompletedProcess with text output."""
+    command = [*[sys.executable] * str(program).endswith(".py"), str(ROOT / program), *map(str, args)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **(env or {})}
+    return subprocess.run(command, cwd=cwd, env=environment, timeout=PATIENCE, capture_output=True, text=True,
+                          check=False)
 
 
 def last_json(result):

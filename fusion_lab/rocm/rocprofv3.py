@@ -23,8 +23,7 @@ class Rocprofv3(Wrapper):
     switches = {"--hip-trace": "HIP API calls as well",
                 "--runtime-trace": "HIP API, markers, copies, allocations",
                 "--sys-trace": "as --runtime-trace, and HSA and compiler API; very large",
-                "--marker-trace": "the trainer's named ranges",
-                "--truncate-kernels": "short kernel names; the roll-up by kind becomes coarser"}
+                "--marker-trace": "the trainer's named ranges"}
 
     @classmethod
     def add_options(cls, parser):

@@ -14,7 +14,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training.evaluations import Evaluation
 from tests.second_program import PROGRAM as SMALL_PROGRAM
 from tests.second_program import Numbers
-from tests.support import PATIENCE, ROOT, last_json
+from tests.support import PATIENCE, ROOT, last_json, run_program
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
@@ -32,10 +32,7 @@ def begun(program, *flags, directory, **modules):
     """CompletedProcess of a program which finds modules with these texts in place of others."""
     for name, text in modules.items():
         (directory / f"{name}.py").write_text(text)
-    environment = dict(os.environ, PYTHON=sys.executable, PYTHONPATH=str(directory))
-    command = [*([sys.executable] if program.endswith(".py") else []), str(ROOT / program), *map(str, flags)]
-    return subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True,
-                          timeout=PATIENCE, check=False)
+    return run_program(program, *flags, cwd=directory, env=dict(PYTHONPATH=str(directory)))
 
 
 @pytest.mark.parametrize("program, flags, code, words", [

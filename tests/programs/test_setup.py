@@ -8,12 +8,7 @@ import venv
 
 import pytest
 
-from tests.support import PATIENCE, ROOT
-
-
-def run(*command, env, cwd=ROOT):
-    return subprocess.run(list(map(str, command)), cwd=cwd, env=env, timeout=PATIENCE,
-                          capture_output=True, text=True)
+from tests.support import PATIENCE, ROOT, run_program
 
 
 @pytest.fixture
@@ -31,8 +26,9 @@ def make(clone, *words, **variables):
     """make in an environment in which nothing can be fetched; variables as an activated one sets them."""
     foreign = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS", "PYTHONPATH", "CONDA_PREFIX", "VIRTUAL_ENV")
     kept = {key: value for key, value in os.environ.items() if key not in foreign}
-    return run("make", "--no-print-directory", *words, cwd=clone,
-               env={**kept, "PIP_NO_INDEX": "1", "PYTHON": sys.executable, **variables})
+    environment = {**kept, "PIP_NO_INDEX": "1", "PYTHON": sys.executable, **variables}
+    return subprocess.run(["make", "--no-print-directory", *words], cwd=clone, env=environment,
+                          timeout=PATIENCE, capture_output=True, text=True)
 
 
 def test_make_uses_an_activated_environment_with_torch_as_it_is(clone):
@@ -78,8 +74,7 @@ def flags():
     """{program: its flags, those that it hands on included}."""
     own = {}
     for name in PROGRAMS:
-        done = run(*([sys.executable] if name.endswith(".py") else []), ROOT / name, "--help",
-                   env={**os.environ, "PYTHON": sys.executable})
+        done = run_program(name, "--help")
         assert done.returncode == 0, done.stderr
         own[name] = set(FLAG.findall(done.stdout))
     trainer = own["tiny_openfold_v2.py"]
@@ -156,5 +151,5 @@ def test_readme_is_short_and_its_example_runs(tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("\n") <= 150
     (tmp_path / "example.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1))
-    done = run(sys.executable, tmp_path / "example.py", env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = run_program(tmp_path / "example.py", env=dict(PYTHONPATH=str(ROOT)))
     assert done.returncode == 0 and done.stdout.count("[1, 32, 32]") == 2, done.stderr

@@ -2,7 +2,6 @@
 
 Each mode and tool is a process here, as users type it.
 """
-import os
 import re
 import shlex
 import shutil
@@ -11,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.support import PATIENCE, ROOT
+from tests.support import PATIENCE, ROOT, run_program
 
 TEXT = (ROOT / "WORKSHOP.md").read_text(encoding="utf-8")
 EXERCISE = re.compile(r"^## (\d+\.[^\n]*)\n.*?^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -37,24 +36,17 @@ def words_of(command):
 
 def run(command, directory):
     program, *flags = words_of(command)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    as_text = dict(cwd=directory, capture_output=True, text=True, check=False)
     if program == "head":  # the shell's
-        return subprocess.run(command, shell=True, cwd=directory, capture_output=True, text=True, check=False)
+        return subprocess.run(command, shell=True, **as_text)
     if program == "torchrun":
-        beside, python = ["--standalone"], [sys.executable, "-m", "torch.distributed.run"]
         place = flags.index("tiny_openfold_v2.py")
-        started = [*python, *beside, *flags[:place], ROOT / flags[place], *flags[place + 1:],
-                   *TOY["tiny_openfold_v2.py"].split()]
-    else:
-        toy = [] if {"--compare-ultra", "--contacts"} & {*flags} else shlex.split(TOY.get(program, ""))
-        if "--" in flags:  # the study's own flags stand before those of the trainer
-            place = flags.index("--")
-            flags[place:place] = toy
-        else:
-            flags += toy
-        started = [*([sys.executable] if program.endswith(".py") else []), ROOT / program, *flags]
-    return subprocess.run(list(map(str, started)), cwd=directory, env=environment, timeout=PATIENCE,
-                          capture_output=True, text=True, check=False)
+        started = [sys.executable, "-m", "torch.distributed.run", "--standalone", *flags[:place],
+                   ROOT / flags[place], *flags[place + 1:], *TOY["tiny_openfold_v2.py"].split()]
+        return subprocess.run(started, timeout=PATIENCE, **as_text)
+    toy = [] if {"--compare-ultra", "--contacts"} & {*flags} else shlex.split(TOY.get(program, ""))
+    place = flags.index("--") if "--" in flags else len(flags)  # the study's own flags come before it
+    return run_program(program, *flags[:place], *toy, *flags[place:], cwd=directory)
 
 
 @pytest.mark.slow

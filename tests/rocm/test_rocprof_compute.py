@@ -20,18 +20,6 @@ def test_how_rocprof_compute_is_called(machine):
     assert found.commands()[1].argv[4:] == ["--roofline", "--roofline-device", "3", *program]
 
 
-def test_torch_operators(machine):
-    """Options of the tool's are passed on to both of its modes."""
-    machine("10.1")
-    torch = ["--tool-option=--experimental", "--tool-option=--torch-trace"]
-    assert start("rocprof-compute", "-o", "x", "--no-roof", *torch).returncode == 0
-    assert start("rocprof-compute", "-o", "x", "--mode=analyze", torch[0],
-                 "--tool-option=--list-torch-operators").returncode == 0
-    machine("10.1", FAKE_FAIL="roctx")
-    done = start("rocprof-compute", "-o", "y", *torch)
-    assert done.returncode == 3 and "--torch-trace needs the Python module roctx" in done.stderr
-
-
 @pytest.mark.parametrize("arguments, words", [
     (["--mode", "analyze", "--no-roof"], "not allowed with"), (["--roof-only", "--dispatch", "3"], "make it"),
     *((["--output-name", name], "at most 26") for name in ("a-b", "a.b", "a/b", "", "a" * 27)),

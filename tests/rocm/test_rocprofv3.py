@@ -33,7 +33,7 @@ def test_all_switches_at_once(release, machine):
     workplace = machine(release, ROCPROF_OUTPUT_FORMAT="json", ROCPROF_OUTPUT_PATH="/nonexistent",
                         ROCPROF_OUTPUT_FILE_NAME="theirs")
     done = start("rocprofv3", "--hip-trace", "--memory-trace", "--runtime-trace", "--sys-trace",
-                 "--marker-trace", "--truncate-kernels", "--pftrace", "--pmc", "SQ_WAVES, GRBM_COUNT")
+                 "--marker-trace", "--pftrace", "--pmc", "SQ_WAVES, GRBM_COUNT")
     assert done.returncode == 0, done.stdout + done.stderr
     out = workplace / "rocprofv3_profiles_v2"
     assert list(out.glob("process_[0-9]*_kernel_stats.csv")) and list(out.glob("*.pftrace"))

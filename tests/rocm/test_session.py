@@ -13,10 +13,17 @@ from tests.support import PATIENCE, ROOT, gone, wait_for
 
 
 def test_what_goes_on_too_long_is_asked_then_told_then_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "FLUSH_SECONDS", 0.5)
+    log, said = tmp_path / "run.log", {signal.SIGINT: "asked", signal.SIGTERM: "told"}
+
+    def patiently(process, number, send=session.signal_group):
+        wait_for(lambda: "began" in log.read_text())
+        send(process, number)
+        wait_for(lambda: said.get(number, "") in log.read_text())
+    monkeypatch.setattr(session, "FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr(session, "signal_group", patiently)
     deaf = "trap 'echo asked' INT; trap 'echo told' TERM; echo began; while :; do sleep 0.1; done"
-    assert session.run(Command(["bash", "-c", deaf]), str(tmp_path), 2).code == TIMEOUT
-    assert (tmp_path / "run.log").read_text().replace("Terminated\n", "") == "began\nasked\ntold\n"
+    assert session.run(Command(["bash", "-c", deaf]), str(tmp_path), 0.1).code == TIMEOUT
+    assert log.read_text().replace("Terminated\n", "") == "began\nasked\ntold\n"
 
 
 def test_what_a_command_leaves_behind_does_not_keep_it(tmp_path):

@@ -23,11 +23,6 @@ def build_parser():
         profile.add_argument(flag, action="store_true")
     profile.add_argument("-n", "--name")
     profile.add_argument("--device", type=int)
-    if common.NEW:
-        profile.add_argument("--torch-trace", action="store_true")
-        analyze.add_argument("--list-torch-operators", action="store_true")
-        for mode in (profile, analyze):
-            mode.add_argument("--experimental", action="store_true")
     profile.add_argument("remaining", nargs=argparse.REMAINDER)
     analyze.add_argument("-p", "--path", nargs="+", action="append")
     analyze.add_argument("--list-stats", action="store_true")
@@ -43,8 +38,6 @@ def check(options, directory, words):
         die(f"Your command {' '.join(words)} doesn't point to a executable. Please verify.")
     if common.NEW and os.path.basename(words[0]) in ("bash", "sh"):
         sys.exit("ROCPROF_OUTPUT_PATH environment variable must be set")
-    if common.FAIL == "roctx" and options.torch_trace:
-        sys.exit("Traceback (most recent call last):\nModuleNotFoundError: No module named 'roctx'")
 
 
 def profile(options):

@@ -8,7 +8,7 @@ import tempfile
 import common
 
 BOOLEANS = ["--hip-trace", "--marker-trace", "--kernel-trace", "--memory-copy-trace", "--runtime-trace",
-            "--memory-allocation-trace", "--sys-trace", "--stats", "--truncate-kernels", "--kernel-rename"]
+            "--memory-allocation-trace", "--sys-trace", "--stats", "--kernel-rename"]
 MARKERS = ("--marker-trace", "--runtime-trace", "--sys-trace")
 EVALUATION = "my_own_kernel(float*)"  # runs after the measured steps only
 
