@@ -10,7 +10,8 @@ from tests.support import PATIENCE, ROOT
 
 PAGE = ROOT / "docs" / "first_hour.ipynb"
 BOOK = json.loads(PAGE.read_text(encoding="utf-8"))
-CELLS = ["".join(cell["source"]).replace("--demo", "--demo --num-steps 8") for cell in BOOK["cells"]
+FEW = "--demo --num-steps 8 --eval-every 4"
+CELLS = ["".join(cell["source"]).replace("--demo", FEW) for cell in BOOK["cells"]
          if cell["cell_type"] == "code"]
 # What a kernel does: cells one after the other in one namespace. The first one is run twice, as people do.
 KERNEL = """
