@@ -216,19 +216,37 @@ def test_a_directory_that_another_prediction_writes_into_is_refused(mode, tmp_pa
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_an_earlier_prediction_is_set_aside_before_the_first_file_is_written(tmp_path, monkeypatch):
-    """Whatever kills a prediction between two files, no file of an earlier one stands beside the new ones;
-    the result, which names the others, comes last."""
-    stem, seen = tmp_path / "x", []
-    for suffix in prediction.SUFFIXES:
-        stem.with_suffix(suffix).write_text("earlier")
+def test_an_earlier_prediction_is_set_aside_before_the_first_file_is_written(tmp_path, capsys):
+    """Whatever kills a prediction between two files, no file of an earlier one, in either mode, stands beside
+    the new ones; the result, which names the others, comes last."""
+    stem, seen = tmp_path / "x.1", []
 
     def write(path):
         seen.append({file.name for file in tmp_path.iterdir() if ".old-" not in file.name})
         with open(path, "w") as file:
             file.write("new")
-    prediction.finish(str(stem), dict(name="x"), {".pdb": write, ".html": write}, write)
-    assert seen == [set(), {"x.pdb"}] and len(list(tmp_path.iterdir())) == len(prediction.SUFFIXES) + 3
+    for suffixes in ((".rr", ".tsv"), (".pdb", ".html")):
+        seen.clear()
+        prediction.finish(str(stem), dict(name="x"), dict.fromkeys(suffixes, write), write)
+        assert seen == [set(), {f"x.1{suffixes[0]}"}] and "already" not in capsys.readouterr().out
+    assert len(list(tmp_path.iterdir())) == 3 + 3
+
+
+@pytest.mark.parametrize("content", ["{}", '{"files": 5}', "no JSON"])
+def test_files_that_no_prediction_wrote_are_left_alone_or_their_move_is_said(content, tmp_path, capsys):
+    """The true structure may stand beside the alignment, where the results go."""
+    for suffix in (".json", ".pdb"):
+        (tmp_path / f"x{suffix}").write_text(content)
+
+    def write(path):
+        open(path, "w").close()
+    prediction.finish(str(tmp_path / "x"), dict(name="x"), {".rr": write}, write)
+    said = capsys.readouterr().out
+    assert said.count("was there already") == 1 and "x.json was there" in said
+    assert (tmp_path / "x.pdb").read_text() == content
+    prediction.finish(str(tmp_path / "x"), dict(name="x"), {".pdb": write}, write)
+    assert "x.pdb was there already" in capsys.readouterr().out
+    assert [path.read_text() for path in tmp_path.glob("x.pdb.old-*")] == [content]
 
 
 def test_positions_count_the_residues_of_the_query(tmp_path, model_file, capsys):

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
@@ -66,6 +67,17 @@ def test_columns_that_few_rows_fill_are_thin():
     assert depth.uncertain == []  # these are too few
     msa[1:, 40:45] = GAP
     assert Depth.of(msa).uncertain == [*range(40, 45)]
+
+
+def test_many_rows_that_are_all_fragments_leave_every_residue_uncertain(capsys):
+    """104 rows are enough as a whole, but no column is filled by more than 27 of them."""
+    msa, rng = np.full((104, 200), GAP, np.uint8), np.random.default_rng(0)
+    for quarter in range(4):
+        msa[quarter::4, 50 * quarter:50 * quarter + 50] = rng.integers(0, 20, (26, 50))
+    msa[0] = np.arange(200) % 20
+    depth, _ = prediction.judge(files.Protein("x", msa, None), dict(msa_tokens=torch.from_numpy(msa)[None]), {})
+    assert depth.untested == "" and depth.uncertain == [*range(200)]
+    assert "residues 1-200" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("effective, residues, words", [

@@ -54,9 +54,9 @@ def notes(result):
                   f"({result['effective_rows']:.1f} effective); mean pLDDT {result['plddt']:.0f} of 100")]
     if result["untested"]:
         found.append(("warning", f"{result['untested']}: the fold may be wrong throughout"))
-    if 0 < len(result["low_confidence"]) < result["residues"]:
-        residues = maps.stretches(result["low_confidence"])
-        found.append(("warning", f"Low confidence at residues {residues}: next to no rows tell of them"))
+    if low := result["low_confidence"]:
+        found.append(("warning", f"Low confidence at residues {maps.stretches(low)}: next to no rows tell of "
+                      "them"))
     found += [("warning", remark) for remark in result["remarks"]]
     if words := kinship(result["relative"]):
         found.append(("" if result["trained_on"] is False else "warning", words))

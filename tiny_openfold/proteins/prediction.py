@@ -234,7 +234,7 @@ def judge(protein, batch, card):
     UserError."""
     depth = Depth.of(batch["extra_msa" if "extra_msa" in batch else "msa_tokens"][0].numpy())
     print(f"Alignment: {depth}")
-    if 0 < len(uncertain := depth.uncertain) < depth.residues:
+    if uncertain := depth.uncertain:
         print(f"Low confidence, for want of rows, at residues {maps.stretches([i + 1 for i in uncertain])}")
     if depth.untested:
         print(f"warning: {depth.untested}: the map may be wrong throughout, however high its probabilities",
@@ -299,10 +299,8 @@ def run_model(model, batch, device, dtype):
 
 def finish(stem, result, writers, draw):
     """Write the files of a prediction: {suffix: write(path)}, the picture by draw(path), and last its result,
-    which names them; returns its headline and its path. What an earlier one left under this name is set aside
-    first, its result before the others."""
-    for suffix in SUFFIXES:
-        outputs.set_aside(stem + suffix)
+    which names them; returns its headline and its path. First set_aside_earlier()."""
+    set_aside_earlier(stem, {*writers, ".png", ".json"})
     for suffix, write in writers.items():
         write(stem + suffix)
     result["files"] = [stem + suffix for suffix in writers]
@@ -316,6 +314,23 @@ def finish(stem, result, writers, draw):
     outputs.write_json(f"{stem}.json", result)
     print(f"Written: {', '.join(map(printable, [*result['files'], f'{stem}.json']))}")
     return {key: result[key] for key in HEADLINE if key in result}, f"{stem}.json"
+
+
+def set_aside_earlier(stem, suffixes):
+    """Rename what an earlier prediction wrote under this name, its result first, in whichever mode. A file
+    that its result does not name is another one's, such as the true structure beside its alignment: it stays,
+    or where the new files take its name, one of these suffixes, that is said."""
+    result = f"{stem}.json"
+    try:
+        named = {*map(os.path.basename, [result, *outputs.read_json(result)["files"]])}
+    except (UserError, KeyError, TypeError):  # there is none, or it is not ours
+        named = set()
+    for path in (stem + suffix for suffix in SUFFIXES):
+        ours = os.path.basename(path) in named
+        if ours or path.removeprefix(stem) in suffixes:
+            moved = outputs.set_aside(path)
+            if moved and not ours:
+                print(f"{printable(path)} was there already: it is {printable(moved)} now")
 
 
 def write_arrays(path, found):
@@ -343,9 +358,8 @@ def write_rr(path, found, result):
 
 
 def print_best(found, low_confidence):
-    """low_confidence: set of positions from 1; nothing is said where it is all of them."""
+    """low_confidence: set of positions from 1."""
     sequence, numbers, pairs = found.protein.sequence, found.protein.numbers, found.best()
-    low_confidence = low_confidence if len(low_confidence) < len(sequence) else set()
     if not pairs:
         print(f"No two residues are {SEPARATION} apart")
         return

@@ -91,8 +91,7 @@ class Depth:
                    tuple(np.flatnonzero(weights @ filled < LEAST_ROWS).tolist()), msa.shape[1])
 
     def __str__(self):
-        thin = (f"; {len(self.thin)} of {self.residues} columns are nearly empty"
-                if 0 < len(self.thin) < self.residues else "")
+        thin = f"; {len(self.thin)} of {self.residues} columns are nearly empty" * bool(self.thin)
         return (f"{self.effective:.1f} effective rows of {self.rows} (at 80% identity), coverage "
                 f"{100 * self.coverage:.0f}%{thin}")
 
