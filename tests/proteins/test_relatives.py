@@ -13,7 +13,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model
 from tests.support import require_shared, save_model
-from tiny_openfold.proteins import files, prediction, relatives
+from tiny_openfold.proteins import coevolution, files, prediction, relatives
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, UNKNOWN
 from tiny_openfold.proteins.relatives import (
     EXTEND,
@@ -75,7 +75,8 @@ def test_many_rows_that_are_all_fragments_leave_every_residue_uncertain(capsys):
     for quarter in range(4):
         msa[quarter::4, 50 * quarter:50 * quarter + 50] = rng.integers(0, 20, (26, 50))
     msa[0] = np.arange(200) % 20
-    depth, _ = prediction.judge(files.Protein("x", msa, None), dict(msa_tokens=torch.from_numpy(msa)[None]), {})
+    batch = dict(msa_tokens=torch.from_numpy(msa)[None])
+    depth, _ = prediction.judge(files.Protein("x", msa, None), batch, {})
     assert depth.untested == "" and depth.uncertain == [*range(200)]
     assert "residues 1-200" in capsys.readouterr().out
 
@@ -129,7 +130,9 @@ def test_the_shipped_model_knows_its_families_by_sequence():
     assert {"bins", "error", "pairs"} <= set(card["calibration"])
 
 
-def test_near_copies_share_their_weight():
+@pytest.mark.parametrize("block", [2, 4096])  # rows that are compared with all others at a time
+def test_near_copies_share_their_weight(block, monkeypatch):
+    monkeypatch.setattr(coevolution, "BLOCK", block)
     rows = np.array([[LETTERS.index(letter) for letter in row]
                      for row in ("AAAAA", "AAAA-", "CCCCC", "AAA--", "CCCCA")], np.uint8)
     expected = [1 / 2, 1 / 3, 1 / 2, 1 / 2, 1 / 2]  # 4 of 5 columns are enough, 3 are not

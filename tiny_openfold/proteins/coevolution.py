@@ -16,20 +16,24 @@ from tiny_openfold.proteins.files import GAP
 Q = 21
 FEATURES = Q * Q + 1  # for each pair: a table of states against states, and its strength
 IDENTITY = 0.8      # rows that agree in this share of the columns count as one
+BLOCK = 4096        # rows that are compared with all others at a time
 PSEUDOCOUNT = 0.5   # share of evenly spread states that is mixed into the frequencies
 SCALE = 10.0        # tables times this have a standard deviation near 1
 COARSE, FINE = 17, 2  # steps of Newton's iteration, in TF32 and in float32
 
 
 def row_weights(rows, seq_mask):
-    """(B, M): 1 over the number of rows at least IDENTITY alike, itself included; 0 for rows of gaps alone.
-    rows (B, M, S) tokens, seq_mask (B, S)."""
+    """(B, M) in float64: 1 over the number of rows that have at least IDENTITY of the columns in common with
+    a row, itself among them, so that a clade of near copies counts as one; the sum is the effective number of
+    rows. Gaps count as letters, but rows of gaps alone as nothing. rows (B, M, S) tokens, seq_mask (B, S)."""
     exact = torch.float16 if rows.is_cuda else torch.float32  # for counts of up to 2048 residues
-    letters = (one_hot(rows.clamp(max=GAP), GAP + 1) * seq_mask[:, None, :, None]).flatten(2).to(exact)
-    alike = letters @ letters.transpose(1, 2)
-    present = (rows != GAP).any(2)
-    alike = (alike >= IDENTITY * seq_mask.sum(1)[:, None, None] - 1e-3) & present[:, None]
-    return present / alike.sum(2).clamp(min=1)
+    states = torch.arange(GAP + 1, device=rows.device)
+    letters = rows.clamp(max=GAP)[..., None] == states  # (B, M, S, 22)
+    letters = (letters * seq_mask[:, None, :, None]).flatten(2).to(exact)
+    present, least = (rows != GAP).any(2), IDENTITY * seq_mask.sum(1)[:, None, None] - 1e-3
+    counts = [((block @ letters.transpose(1, 2) >= least) & present[:, None]).sum(2)
+              for block in letters.split(BLOCK, 1)]  # all at once would be rows x rows of memory
+    return present / torch.cat(counts, 1).clamp(min=1).double()
 
 
 def frequencies(rows, weights):
@@ -95,7 +99,7 @@ def pair_features(rows, seq_mask=None):
     seq_mask (B, S) is 0."""
     with torch.autocast("cuda" if rows.is_cuda else "cpu", enabled=False):
         seq_mask = torch.ones_like(rows[:, 0], dtype=torch.float32) if seq_mask is None else seq_mask.float()
-        single, pairs = frequencies(rows, row_weights(rows, seq_mask))
+        single, pairs = frequencies(rows, row_weights(rows, seq_mask).float())
         off_diagonal = 1.0 - torch.eye(rows.shape[2], device=rows.device)
         present = seq_mask[:, :, None] * seq_mask[:, None] * off_diagonal
         tables = direct_couplings(single, pairs, seq_mask) * present[:, :, None, :, None]

@@ -1,6 +1,5 @@
 """What an alignment can tell, judged before a model reads it: whether it is of proteins, how many of its rows
-count, and whether the model was trained on a relative. Needs numpy only. Letters in shapes: R alignment rows,
-S residues.
+count, and whether the model was trained on a relative. Letters in shapes: R alignment rows, S residues.
 
 Relatives are found as by PSI-BLAST (Altschul et al. 1997, doi:10.1093/nar/25.17.3389): the alignment's
 profile, log-odds of its columns, is aligned with the sequences of a family by local alignment with affine
@@ -11,14 +10,15 @@ structures show are not found.
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from fusion_lab.training.files import UserError, printable
+from tiny_openfold.proteins.coevolution import row_weights
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, TOKENS, UNKNOWN
 from tiny_openfold.proteins.maps import runs
 
 BASES = [AMINO_ACIDS.index(letter) for letter in "ACGT"]  # U is read as C, see files.py
 NUCLEIC, ENOUGH = 0.95, 10  # share of letters that are bases or N; of fewer letters nobody can say
-IDENTITY = 0.8              # rows that agree in this share of the columns count as one
 KNOWN = 0.5                 # share of the query whose amino acids must be known
 LEAST_ROWS = 30             # effective ones; a column that fewer fill says next to nothing
 STRETCH = 5                 # such columns side by side, at least, for which confidence was too high
@@ -53,13 +53,8 @@ def some_rows(msa, most, seed=0):
 
 
 def sequence_weights(msa):
-    """(R,) 1 / the number of rows that have at least IDENTITY of the columns in common with a row, itself
-    among them; gaps count as letters. So a clade of near copies counts as one (Morcos et al. 2011,
-    doi:10.1073/pnas.1111471108); the sum is the effective number of rows."""
-    states = int(msa.max()) + 1
-    letters = np.zeros((len(msa), msa.shape[1] * states), np.float32)  # one-hot
-    np.put_along_axis(letters, np.arange(msa.shape[1]) * states + msa.astype(np.int64), 1, axis=1)
-    return 1 / (letters @ letters.T >= IDENTITY * msa.shape[1] - 1e-6).sum(axis=1)
+    """(R,) coevolution.row_weights() of an alignment (R, S) in numpy."""
+    return row_weights(torch.from_numpy(msa)[None], torch.ones(1, msa.shape[1]))[0].numpy()
 
 
 def require_protein(query, path):
