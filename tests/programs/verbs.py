@@ -27,7 +27,6 @@ NULL = {  # figures that may be null, and why
     "reason": "nothing stands in the way", "uncounted": "launches were counted",
     "nominal": "of programs without a count that users know", "fusion_statistics": "the same",
     "mfu": "of a step that beats its ceiling: the machine was busy", "matmul_ceiling_tflops": "the same",
-    "p_l2_long": "of proteins with no such pair",
     "speedup_low": "of the baseline, and of fewer than six rounds", "speedup_high": "the same",
     "graph_kernels": "of a step without a CUDA graph"}
 PHASES = {f"{kind}_{phase}_time" for kind in ("avg", "median")  # null where a step is one CUDA graph

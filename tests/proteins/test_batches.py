@@ -65,7 +65,8 @@ def test_synthetic_batches_are_proteins_from_16_on():
         assert batch.keys() == expected.keys()
         assert all(np.array_equal(batch[key], expected[key]) for key in batch)
     held_out = list(source.evaluation()["held_out"])
-    assert [name for name, _ in held_out] == source.held_out == [f"synthetic-{i}" for i in range(16)]
+    assert [protein.name for protein, _ in held_out] == source.held_out
+    assert source.held_out == [f"synthetic-{i}" for i in range(16)]
     assert np.array_equal(held_out[15][1]["msa_tokens"], synthetic_proteins(5, [15], 4, 8)[0])
 
 
@@ -145,7 +146,8 @@ def test_evaluation_of_real_proteins_is_whole_clean_and_always_the_same():
     unseen = [family("c", rows=9, unseen=[3])]
     for eval_seqs, expected in ((None, [4, 2, 4]), (6, [6, 2, 6])):
         source = real(families, unseen, eval_seqs=eval_seqs, seed=7)
-        groups = [[(key, name, batch) for name, batch in group] for key, group in source.evaluation().items()]
+        groups = [[(key, protein.name, batch) for protein, batch in group]
+                  for key, group in source.evaluation().items()]
         found = [entry for group in groups for entry in group]
         assert [entry[:2] for entry in found] == [("training", "a"), ("training", "b"), ("held_out", "c")]
         assert [batch["msa_tokens"].shape for *_, batch in found] == [

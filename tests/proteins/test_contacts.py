@@ -1,5 +1,4 @@
 """Contact precision and its maps: picture and table, the file's numbering."""
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,8 +7,9 @@ import torch
 
 from fusion_lab.training.evaluations import Evaluation
 from fusion_lab.training.files import UserError
-from tiny_openfold.proteins import contacts, files, maps
-from tiny_openfold.proteins.contacts import contact_map, write_map
+from tiny_openfold.proteins import evaluation, files, maps
+from tiny_openfold.proteins.contacts import Prediction
+from tiny_openfold.proteins.evaluation import write_map
 
 OTHER = dict(p_l2=1.0, p_l=0.75, chance=0.375, lddt=0.5)  # what an evaluation says of one protein
 
@@ -28,13 +28,11 @@ def hairpin(size=14, unseen=()):
     return probability, torch.full((size, size), 12.0), coords, mask
 
 
-def a_map(name="x", protein=None, **kwargs):
-    arrays = hairpin(**kwargs)
-    return contact_map(name, protein, torch.arange(len(arrays[3])) % 20, arrays)
-
-
-def a_protein(numbers):
-    return files.Protein("x", np.zeros((1, len(numbers)), np.uint8), None, "B", tuple(numbers))
+def a_map(name="x", numbers=(), structure=True, **kwargs):
+    probability, distances, coords, mask = hairpin(**kwargs)
+    coords = np.where(mask[:, None] > 0, coords, np.nan) if structure else np.full((14, 3), np.nan)
+    protein = files.Protein(name, np.arange(14)[None] % 20, coords, "B", tuple(numbers))
+    return Prediction(protein, dict(contact_probability=probability, distances=distances))
 
 
 # --- Table and picture ----------------------------------------------------------------------------------
@@ -49,8 +47,8 @@ def test_ticks_are_round_numbers_of_the_file():
 
 
 def test_table_holds_every_pair(tmp_path):
-    protein = a_protein(["", "5", "6", "6A", *(str(n) for n in range(9, 19))])
-    maps.write_table(tmp_path / "x.tsv", a_map(protein=protein, unseen=[0]))
+    numbers = ["", "5", "6", "6A", *(str(n) for n in range(9, 19))]
+    maps.write_table(tmp_path / "x.tsv", a_map(numbers=numbers, unseen=[0]))
     lines = (tmp_path / "x.tsv").read_text().splitlines()
     rows = {tuple(line.split("\t")[-2:]): line.split("\t")[:-2] for line in lines[1:]}
     assert lines[0].split("\t") == list(maps.COLUMNS) and len(rows) == len(lines) - 1 == 14 * 13 // 2
@@ -63,7 +61,7 @@ def test_a_picture_marks_right_and_wrong_pairs_and_what_is_missing():
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
     numbers = ["1", "2", *(str(n) for n in range(10, 22))]
-    found = a_map(protein=a_protein(numbers), unseen=[5, 6])
+    found = a_map(numbers=numbers, unseen=[5, 6])
     axis, beside = Figure().subplots(1, 2)
     maps.draw_contacts(axis, found)
     right, wrong = (set(zip(line.get_ydata(), line.get_xdata(), strict=True)) for line in axis.lines)
@@ -74,8 +72,7 @@ def test_a_picture_marks_right_and_wrong_pairs_and_what_is_missing():
     maps.dress(axis, found, "x")
     assert [bool(patch.get_hatch()) for patch in axis.patches] == 2 * [True]  # row and column
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["2", "10", "12", "14", "16", "18", "20"]
-    alone = replace(found, precision={}, true=np.full((14, 14), np.nan))  # no structure
-    maps.draw_contacts(beside, alone)
+    maps.draw_contacts(beside, a_map(structure=False))
     assert np.asarray(beside.images[1].get_array())[0, 13] == pytest.approx(1 - 0.7 * 0.9)
 
 
@@ -85,14 +82,14 @@ def test_a_name_in_any_script_has_its_picture_and_a_failing_one_costs_no_numbers
         tmp_path, capsys, recwarn, monkeypatch):
     pytest.importorskip("matplotlib")
     name = "$\\x$ 蛋\n白\udcff" + 300 * "n"
-    write_map(str(tmp_path / "x"), name, None, torch.zeros(14, dtype=int), hairpin())
+    write_map(str(tmp_path / "x"), a_map(name))
     assert capsys.readouterr() == ("", "") and not recwarn.list
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
     def fail():
         raise ImportError("for another\nnumpy")  # of a broken matplotlib
     monkeypatch.setattr(maps, "require_matplotlib", fail)
-    write_map(str(tmp_path / "y"), name, None, torch.zeros(14, dtype=int), hairpin())
+    write_map(str(tmp_path / "y"), a_map(name))
     error = capsys.readouterr().err
     assert "for another numpy" in error and error.count("\n") == 1 and (tmp_path / "y.tsv").exists()
 
@@ -107,15 +104,16 @@ def test_the_end_of_a_run_draws_one_protein(evaluated, asked, draws, tmp_path, c
     class Model(torch.nn.Module):
         def forward(self, target_tokens):
             return dict(contact_probability=probability[None], distances=distances[None])
-    source = SimpleNamespace(structure=lambda name: None, evaluation=lambda: dict(
-        training=iter(()), held_out=iter([("y", dict(batch)), ("x", dict(batch))])))
+    source = SimpleNamespace(sequences={}, evaluation=lambda: dict(
+        training=iter(()), held_out=iter([(a_map(name).protein, dict(batch)) for name in "yx"])))
     trainer = SimpleNamespace(
         model=Model(), device=torch.device("cpu"), step_number=7, sequences={},
         training=SimpleNamespace(plot_contacts=str(tmp_path) if asked else None),
         settings=SimpleNamespace(profiler=SimpleNamespace(profile_dir=str(tmp_path))))
     (tmp_path / "contacts.tsv").write_text("earlier")
     final = Evaluation("", {}, details=dict(held_out=dict(x=OTHER)))
-    contacts.closing(trainer, source, {"final": final, **({3: Evaluation("", {})} if evaluated > 1 else {})})
+    on_its_way = {3: Evaluation("", {})} if evaluated > 1 else {}
+    evaluation.closing(trainer, source, on_its_way | {"final": final})
     assert "chance 38%" in capsys.readouterr().out.splitlines()[-1] and trainer.model.training
     assert (tmp_path / "contacts.png").exists() is draws and (tmp_path / "x.png").exists() is asked
     assert [path.read_text() for path in tmp_path.glob("*.old-*")] == ["earlier"] * draws
@@ -124,21 +122,21 @@ def test_the_end_of_a_run_draws_one_protein(evaluated, asked, draws, tmp_path, c
 def test_the_end_of_a_run_names_held_out_families_whose_relatives_it_learned_from(capsys):
     rng = np.random.default_rng(0)
     own, other = (files._letters(rng.integers(0, 20, 60)) for _ in range(2))
-    proteins = {name: files.Protein(name, files._tokens(letters.encode())[None], None)
-                for name, letters in (("renamed", own), ("new", other))}
+    families = [files.Protein(name, files._tokens(letters.encode())[None], None)
+                for name, letters in (("renamed", own), ("new", other), ("skipped", own))]
     trainer = SimpleNamespace(step_number=7, sequences=dict(known=[own]),
                               training=SimpleNamespace(plot_contacts=None))
     final = Evaluation("", {}, details=dict(held_out=dict(renamed=OTHER, new=OTHER)))
-    contacts.closing(trainer, SimpleNamespace(structure=proteins.get), dict(final=final))
+    evaluation.closing(trainer, SimpleNamespace(sequences=dict(f=[own]), unseen=families), dict(final=final))
     last = capsys.readouterr().out.splitlines()[-1]
     assert "1 have a relative" in last and "renamed" in last and "new" not in last.split(":")[-1]
-    contacts.closing(trainer, SimpleNamespace(structure=lambda name: None), dict(final=final))
+    evaluation.closing(trainer, SimpleNamespace(sequences={}), dict(final=final))
     assert "relative" not in capsys.readouterr().out  # artificial proteins have none
 
 
 def test_maps_that_cannot_be_drawn_are_refused_at_once(tmp_path):
     def require(held_out, place="maps"):
-        contacts.require_plots(str(tmp_path / place), held_out)
+        evaluation.require_plots(str(tmp_path / place), held_out)
     with pytest.raises(UserError, match="maps: no protein is held out"):
         require([])
     require(["x"])

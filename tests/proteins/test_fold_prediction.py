@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import tiny_openfold_v2 as tof
 from tests.proteins.folds_at_hand import SEQUENCE, a_fold, certain
@@ -85,7 +86,7 @@ def test_a_run_with_a_structure(setup, capsys):
     assert result["other_hand"] > 0.2
     assert result["longest_peptide_bond"] < 1.4 and result["worst_overlap"] < 0.5
     assert result["plddt"] == pytest.approx(np.mean(result["plddt_by_residue"]), abs=0.01)
-    assert result["plddt_calibrated_on"] is None and "not measured" in out and 0 < result["entropy_bits"] < 6
+    assert result["plddt_calibrated_on"] is None and "not measured" in out
     with open("out/x.pdb", encoding="ascii") as file:
         factors = [float(line[60:66]) for line in file if line[:4] == "ATOM" and line[13:15] == "CA"]
     assert factors == pytest.approx(result["plddt_by_residue"], abs=0.01)
@@ -106,7 +107,6 @@ def test_the_shortest_chains(setup, sequence, capsys):
     assert sum(line[:4] == "ATOM" for line in lines) == 5 * len(sequence)
     result = json.loads((setup / "fold" / "s.json").read_text())
     assert result["residues"] == len(result["plddt_by_residue"]) == len(sequence)
-    assert (4 < result["entropy_bits"] <= 6) is (len(sequence) > 1)  # an untrained model knows little
     said = capsys.readouterr()
     assert said.err.count("warning: ") == 1 and json.loads(said.out.splitlines()[-1])["mode"] == "fold"
 
@@ -131,7 +131,7 @@ def test_a_fold_that_is_not_finite_is_not_written(setup, monkeypatch):
 
 
 def test_what_can_be_checked_of_a_chain():
-    made = SimpleNamespace(atoms=a_fold().float(), energy=-2.0, terms=dict(a=1.0), gap=0.5, mirrored=True)
+    made = SimpleNamespace(atoms=a_fold().float(), energy=-2.0, terms=dict(a=1.0), gap=0.5)
     said = fold_prediction.quality(made, SEQUENCE)
     assert said["longest_peptide_bond"] == pytest.approx(1.33, abs=0.01) and said["worst_overlap"] < 0.5
     made.atoms[12:] += 3.0  # the second half into the air, and its end onto the beginning
@@ -163,13 +163,12 @@ def test_a_pdb_file_is_read_back_and_has_the_formats_columns(tmp_path):
 
 
 def a_map(size=24, name="DATA NOTES </script><b>"):
-    """(maps.ContactMap without a structure, atoms (L, 5, 3)) of a fold."""
-    from tiny_openfold.proteins.maps import ContactMap
-    atoms, letters = a_fold().numpy()[:size], SEQUENCE[:size]
-    distances = np.linalg.norm(atoms[:, None, 4] - atoms[:, 4], axis=-1)
-    return ContactMap(name=name, chain="", numbers=("",) * size, letters=letters,
-                      probability=np.eye(size), distances=distances, true=np.full((size, size), np.nan),
-                      chosen=(np.zeros(0, int),) * 2, precision={}, cutoff=8.0, separation=6), atoms
+    """(Prediction without a structure, atoms (L, 5, 3)) of a fold."""
+    from tiny_openfold.proteins.contacts import Prediction
+    atoms, msa = a_fold().numpy()[:size], files._tokens(SEQUENCE[:size].encode())[None]
+    distances = torch.from_numpy(np.linalg.norm(atoms[:, None, 4] - atoms[:, 4], axis=-1))
+    protein = files.Protein(name, msa, np.full((size, 3), np.nan))
+    return Prediction(protein, dict(contact_probability=torch.eye(size), distances=distances)), atoms
 
 
 def a_page(path, size=24, **changes):
@@ -193,7 +192,7 @@ def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
     assert spread[0] > spread[1] > spread[2] and np.abs(places.mean(axis=0)).max() < 0.01
     tenths = np.frombuffer(base64.b64decode(data["distances"]), np.uint8).reshape(24, 24)
     assert tenths == pytest.approx(10 * distances.clip(0, 25.5), abs=0.51)
-    assert data["low"] == [2, 3] and data["numbers"] == [""] * 24
+    assert data["low"] == [2, 3] and data["numbers"] == [str(n) for n in range(1, 25)]
     assert data["secondary"].count("H") >= 12 and data["sequence"] == SEQUENCE
     assert "DATA NOTES &lt;/script&gt;&lt;b&gt;" in text and text.count("</script>") == 1
     assert "python &lt;x&gt;" in text and "&lt;i&gt;" in text
@@ -205,7 +204,7 @@ def test_a_picture_has_the_map_and_the_fold_coloured_by_plddt(tmp_path):
     from matplotlib.colors import to_hex
     from matplotlib.figure import Figure
     (m, atoms), axis = a_map(), Figure().subplots()
-    fold_pictures.draw_fold(axis, m.letters, atoms, np.repeat([95.0, 75, 55, 30], 6))
+    fold_pictures.draw_fold(axis, m.protein.sequence, atoms, np.repeat([95.0, 75, 55, 30], 6))
     strokes = axis.collections[1::2]  # each upon its wider edge; five between two residues
     shades = [to_hex(stroke.get_color()[0]).upper() for stroke in strokes]
     expected = {"#0053D6": 28, "#65CBF3": 30, "#FFDB13": 30, "#FF7D45": 27}

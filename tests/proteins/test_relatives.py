@@ -117,12 +117,6 @@ def test_a_family_is_known_by_its_query_and_its_consensus():
     assert learned_from([family]) == dict(f=["ACDX", "GCDX"])
 
 
-@pytest.mark.parametrize("sequences", [["a"], dict(a="AC"), dict(a=["ac"]), dict(a=[])])
-def test_damaged_sequences_of_a_card_are_one_line(sequences):
-    with pytest.raises(UserError, match="damaged"):
-        relative(tokens(UBIQUITIN)[None], "x", dict(sequences=sequences))
-
-
 def test_the_shipped_model_knows_its_families_by_sequence():
     card = read_model(prediction.MODEL, tof.PROGRAM).card
     assert set(card["sequences"]) == set(card["trained_on"])

@@ -17,8 +17,8 @@ from fusion_lab.training import torchrun
 from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.program import Data
-from tiny_openfold.proteins import contacts, files
-from tiny_openfold.proteins.files import GAP, MASK
+from tiny_openfold.proteins import evaluation, files
+from tiny_openfold.proteins.files import GAP, MASK, Protein
 from tiny_openfold.proteins.folds import Folds, Piece, RealFolds
 from tiny_openfold.proteins.natural import GraphedWorld, natural_alignments
 from tiny_openfold.proteins.orientations import BINS, UNKNOWN, bins_of
@@ -88,10 +88,10 @@ class Proteins(Data):
         return batch
 
     def evaluate(self, trainer, stop):
-        return contacts.evaluate(trainer, self, stop)
+        return evaluation.evaluate(trainer, self, stop)
 
     def finish(self, trainer, evaluations):
-        contacts.closing(trainer, self, evaluations)
+        evaluation.closing(trainer, self, evaluations)
 
 
 class SyntheticProteins(Proteins):
@@ -106,9 +106,6 @@ class SyntheticProteins(Proteins):
         idle = "; they have no backbone, so --orientations learns nothing from them"
         return (f"synthetic proteins ({self.training.synthetic_world}), {len(self.HELD_OUT)} held out"
                 f"{idle * (self.config.orientations and self.training.real_folds is None)}")
-
-    def structure(self, name):
-        """What a structure file says of a protein, a files.Protein: here there is no file."""
 
     def draw(self, indices):
         """Alignments (B, rows, S) and folds.Piece of the proteins of these numbers."""
@@ -130,9 +127,13 @@ class SyntheticProteins(Proteins):
                          part=(rank, size))
 
     def evaluation(self):
-        """{"training": ..., "held_out": ...}, each an iterator over (name, batch of one)."""
-        return {key: ((f"synthetic-{i}", self.make([i], clean=True)) for i in indices)
-                for key, indices in (("training", self.TRAINED_ON), ("held_out", self.HELD_OUT))}
+        """{"training": ..., "held_out": ...}, each an iterator over (Protein, batch of one)."""
+        return dict(training=self.one_by_one(self.TRAINED_ON), held_out=self.one_by_one(self.HELD_OUT))
+
+    def one_by_one(self, indices):
+        for i in indices:
+            batch = self.make([i], clean=True)
+            yield as_protein(f"synthetic-{i}", batch), batch
 
 
 class NaturalProteins(SyntheticProteins):
@@ -182,13 +183,18 @@ class NaturalProteins(SyntheticProteins):
         generator = torch.Generator(self.device).manual_seed(seed)
         return natural_alignments(generator, coords.to(self.device), rows).cpu()
 
-    def evaluation(self):
-        def one_by_one(indices):
-            if indices not in self.kept:
-                self.kept[indices] = self.make(indices, clean=True)  # all of a group at once
-            for k, i in enumerate(indices):
-                yield f"synthetic-{i}", {key: value[k:k + 1] for key, value in self.kept[indices].items()}
-        return dict(training=one_by_one(self.TRAINED_ON), held_out=one_by_one(self.HELD_OUT))
+    def one_by_one(self, indices):
+        if indices not in self.kept:
+            self.kept[indices] = self.make(indices, clean=True)  # all of a group at once
+        for k, i in enumerate(indices):
+            batch = {key: value[k:k + 1] for key, value in self.kept[indices].items()}
+            yield as_protein(f"synthetic-{i}", batch), batch
+
+
+def as_protein(name, batch):
+    """The Protein of a clean batch of one."""
+    coords, seen = batch["coords"][0].numpy(), batch["coord_mask"][0].numpy()
+    return Protein(name, batch["target_tokens"].numpy(), np.where(seen[:, None] > 0, coords, np.nan))
 
 
 def held_out_of(names, training):
@@ -267,9 +273,6 @@ class RealProteins(Proteins):
                 f"{sum(map(located, families))} of {sum(one.length for one in families)} residues have "
                 f"coordinates{strays}")
 
-    def structure(self, name):
-        return self.by_name[name]
-
     def take(self, rng, family, seq_len, num_seqs, extra=0):
         """{argument of assemble(): array} of one sample, padded to (num_seqs, seq_len): a crop with
         coordinates, the query and other rows; then, if the model reads them, extra rows, those among them; if
@@ -309,7 +312,7 @@ class RealProteins(Proteins):
                 rows = min(self.training.eval_seqs or self.config.num_seqs, len(family.msa))
                 extra = min(len(family.msa), MOST_EXTRA) if self.extra else 0
                 sample = self.take(rng, family, family.length, rows, extra)
-                yield family.name, assembled(rng, [sample], clean=True)
+                yield family, assembled(rng, [sample], clean=True)
         few = max(len(self.validation) + len(self.unseen), FEW) if self.validation else None
         groups = dict(training=self.families[:few], validation=self.validation, held_out=self.unseen)
         return {key: batches(families) for key, families in groups.items()
@@ -333,5 +336,5 @@ def open_source(settings):
     built_in = NaturalProteins if training.synthetic_world == "natural" else SyntheticProteins
     source = (RealProteins if training.data or training.msa else built_in)(settings)
     if training.plot_contacts:
-        contacts.require_plots(training.plot_contacts, source.held_out)
+        evaluation.require_plots(training.plot_contacts, source.held_out)
     return source

@@ -5,8 +5,6 @@ the fold's is known, and so is the lDDT to be expected. Distograms are too sure 
 use all of them; a straight line, fitted to measured lDDT-CA, corrects the mean of that. Letters in shapes:
 L residues.
 """
-import math
-
 import torch
 
 from tiny_openfold.proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
@@ -19,12 +17,8 @@ UNCERTAIN_SHARE = 0.84
 def line_of(card):
     """(intercept, slope, what it was measured on) of the line from expected to measured lDDT-CA in a model's
     card; (0, 1, None) where there is none."""
-    line = card.get("plddt") if isinstance(card.get("plddt"), dict) else {}
-    numbers, on = [line.get(key) for key in ("intercept", "slope")], line.get("measured_on")
-    if not isinstance(on, str) or not all(isinstance(number, (int, float)) and math.isfinite(number)
-                                          for number in numbers):
-        return 0.0, 1.0, None
-    return *map(float, numbers), on
+    line = card.get("plddt") or dict(intercept=0.0, slope=1.0, measured_on=None)
+    return line["intercept"], line["slope"], line["measured_on"]
 
 
 def expected_lddt(probability, centres, anchors):
@@ -50,11 +44,3 @@ def plddt(expected, intercept=0.0, slope=1.0, uncertain=()):
     found = (100 * (intercept + slope * expected)).clamp(0, 100).nan_to_num(0)
     found[list(uncertain)] *= UNCERTAIN_SHARE
     return found
-
-
-def entropy(probability):
-    """Mean entropy of the distogram's pairs, in bits; of 64 bins it is 6 at most."""
-    size = len(probability)
-    i, j = torch.triu_indices(size, size, 1)
-    p = probability[i, j]
-    return float(-(p * p.clamp(min=1e-12).log2()).sum(-1).mean()) if len(i) else 0.0

@@ -50,10 +50,14 @@ class Protein:
     msa: np.ndarray     # (R, L) uint8 tokens
     coords: np.ndarray  # (L, 3) float32, CB (CA for glycine), Å; NaN where the structure has none
     chain: str = ""     # the chain of the structure that was used
-    numbers: tuple = ()  # (L,) residue numbers as in the structure file ("52A"), "" where it has no residue
+    numbers: tuple = ()  # (L,) residue numbers as in the structure file ("52A"), "" where it has no residue;
+    # without a structure they count from 1
     backbone: np.ndarray | None = None  # (L, 4, 3) N, CA, C, O, Å; NaN where the structure has none
     left_out: int = 0   # columns of the alignment in which the query has a gap
     remarks: tuple = ()  # what else a user should know of the files, a sentence each
+
+    def __post_init__(self):
+        self.numbers = self.numbers or tuple(map(str, range(1, self.length + 1)))
 
     @property
     def length(self):
@@ -297,8 +301,7 @@ def load_alignment(msa_path, query=None):
     msa = _query_columns(msa_path, names, rows, number)
     length = msa.shape[1]
     return Protein(split_suffix(msa_path)[0], msa, np.full((length, 3), np.nan, np.float32),
-                   numbers=tuple(map(str, range(1, length + 1))), left_out=len(rows[0]) - length,
-                   remarks=_remarks(names[number]))
+                   left_out=len(rows[0]) - length, remarks=_remarks(names[number]))
 
 
 def load_protein(msa_path, structure_path, chain=None, query=None, name=None):

@@ -67,14 +67,15 @@ def notes(result):
 
 
 def write_page(path, m, atoms, plddt, result):
-    """m: a maps.ContactMap; atoms (L, 5, 3) Å, plddt (L,); result: what the mode's JSON holds."""
+    """m: a contacts.Prediction; atoms (L, 5, 3) Å, plddt (L,); result: what the mode's JSON holds."""
     tenths = np.clip(np.round(10 * m.distances), 0, 255).astype(np.uint8)
     atoms = atoms.astype(float)
-    data = dict(sequence=m.letters, places=turned(atoms[:, CA]).round(2).tolist(),
-                plddt=plddt.round(1).tolist(), bands=BANDS, numbers=m.numbers, low=result["low_confidence"],
-                secondary=secondary_structure(m.letters, atoms[:, :4]),
+    letters = m.protein.sequence
+    data = dict(sequence=letters, places=turned(atoms[:, CA]).round(2).tolist(),
+                plddt=plddt.round(1).tolist(), bands=BANDS, numbers=m.protein.numbers,
+                low=result["low_confidence"], secondary=secondary_structure(letters, atoms[:, :4]),
                 distances=base64.b64encode(tenths.tobytes()).decode())
-    title = html.escape(f"{maps.printable(m.name)}: predicted fold")
+    title = html.escape(f"{maps.printable(m.protein.name)}: predicted fold")
     paragraphs = "\n".join(f'<p class="{kind}">{html.escape(words)}</p>' for kind, words in notes(result))
     details = (f"<p>Model: {html.escape(maps.printable(result['model'], 300))}. Made by:</p>\n"
                f"<p><code>{html.escape(result['command'])}</code></p>")
@@ -96,8 +97,8 @@ def write_picture(path, m, atoms, plddt):
     handles = maps.draw_contacts(contacts, m)
     maps.dress(contacts, m, "contacts: marks predicted, squares true" if m.precision
                else "contacts: the more probable, the darker")
-    shades = draw_fold(fold, m.letters, atoms, plddt)
-    title = f"{maps.printable(m.name)}: predicted fold, mean pLDDT {plddt.mean():.0f}"
+    shades = draw_fold(fold, m.protein.sequence, atoms, plddt)
+    title = f"{maps.printable(m.protein.name)}: predicted fold, mean pLDDT {plddt.mean():.0f}"
     figure.suptitle(title, parse_math=False)
     figure.legend(handles=handles + shades, loc="outside lower left", frameon=False, ncols=4, fontsize=9,
                   columnspacing=1.4, handletextpad=0.5)

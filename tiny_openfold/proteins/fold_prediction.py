@@ -37,15 +37,14 @@ def found_fold(centres, seed, found, result):
     plddt = confidence.plddt(expected, *line, [n - 1 for n in result["low_confidence"]]).numpy()
     atoms = made.atoms.numpy()
     result |= dict(plddt=float(plddt.mean()), plddt_by_residue=plddt.round(2).tolist(),
-                   plddt_calibrated_on=calibrated_on, entropy_bits=confidence.entropy(probability),
-                   **quality(made, found.protein.sequence),
-                   seconds=dict(model=found.seconds, folding=time.monotonic() - started))
+                   plddt_calibrated_on=calibrated_on, **quality(made, found.protein.sequence),
+                   seconds=dict(result["seconds"], folding=time.monotonic() - started))
     print_fold(result)
-    if found.coords[1].any():
+    if found.known:
         result["scores"] = compared(atoms[:, CA], found.protein.backbone[:, CA])
         print_scores(result["scores"], found)
-    return writers(found, atoms, plddt, result), partial(fold_pictures.write_picture, m=found.table(),
-                                                         atoms=atoms, plddt=plddt)
+    return writers(found, atoms, plddt, result), partial(fold_pictures.write_picture, m=found, atoms=atoms,
+                                                         plddt=plddt)
 
 
 def quality(made, sequence):
@@ -53,7 +52,6 @@ def quality(made, sequence):
     bond = (made.atoms[:-1, 2] - made.atoms[1:, 0]).norm(dim=-1)
     overlap = fold_energy.overlaps(made.atoms[None], fold_energy.near_pairs(made.atoms[None]), sequence)
     return dict(energy=made.energy, energy_terms=made.terms, other_hand=made.gap,
-                from_mirror_image=made.mirrored,
                 longest_peptide_bond=float(bond.max()) if len(bond) else None,
                 worst_overlap=float(overlap.max()) if len(overlap) else 0.0)
 
@@ -66,8 +64,7 @@ def writers(found, atoms, plddt, result):
     protein = found.protein
     return {".pdb": partial(structure_files.write_pdb, name=protein.name, sequence=protein.sequence,
                             atoms=atoms, plddt=plddt, remarks=remarks),
-            ".html": partial(fold_pictures.write_page, m=found.table(), atoms=atoms, plddt=plddt,
-                             result=result)}
+            ".html": partial(fold_pictures.write_page, m=found, atoms=atoms, plddt=plddt, result=result)}
 
 
 # --- What is printed ------------------------------------------------------------------------------------

@@ -48,7 +48,6 @@ class Fold:
     atoms: torch.Tensor      # (L, 5, 3) in the order of geometry.ATOMS, Å
     energy: float            # kT for each residue
     terms: dict              # {term: kT for each residue}
-    mirrored: bool           # it grew from the mirror image of its trace
     gap: float               # kT for each residue by which the best of the other hand is worse
 
 
@@ -211,5 +210,4 @@ def best_of(potential, atoms, sequence, orientations=None):
     best, half = int(energies.argmin()), len(energies) // 2
     other = energies[:half] if best >= half else energies[half:]
     by_term = {term: float(value[best]) / size for term, value in found.items()}
-    return Fold(atoms[best], float(energies[best]), by_term, best >= half,
-                float(other.min() - energies[best]))
+    return Fold(atoms[best], float(energies[best]), by_term, float(other.min() - energies[best]))

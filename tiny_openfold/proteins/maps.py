@@ -1,41 +1,19 @@
-"""Contact maps on disk: a picture and a table beside it. Knows nothing of models and of the metric."""
+"""Contact maps on disk: a picture and a table beside it. m is a contacts.Prediction of S residues."""
 import math
 import re
 import warnings
-from dataclasses import dataclass
 
 import numpy as np
 
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.training.files import write_atomically, write_text
+from tiny_openfold.proteins.contacts import CONTACT_DISTANCE, SEPARATION
 
 # Blue and vermilion of Okabe and Ito's palette (2008), told apart under every colour blindness; the marks
 # differ in shape as well, for grey printers.
 RIGHT, WRONG = "#0072B2", "#D55E00"
 CONTACT, NEAR, HATCH = "#B0B0B0", "#EEEEEE", "#9A9A9A"
 PANEL = 3.4  # inches, against which letters of 10 points are still read at half size
-
-
-@dataclass
-class ContactMap:
-    """What a picture and its table show of one protein of S residues; arrays are numpy's."""
-    name: str
-    chain: str               # of the structure file, "" where there is none
-    numbers: tuple           # (S,) residue numbers as in that file, "" where it has no such residue
-    letters: str             # (S,) amino acids
-    probability: np.ndarray  # (S, S) of a contact
-    distances: np.ndarray    # (S, S) predicted, Å
-    true: np.ndarray         # (S, S) Å, NaN where a residue has no coordinates
-    chosen: tuple            # (i, j), i < j: the most probable pairs, those that precision counts
-    precision: dict          # p_l2, p_l, chance; empty where there is no structure
-    cutoff: float            # Å; a contact is nearer
-    separation: int          # pairs nearer along the chain are not counted
-
-    @property
-    def missing(self):
-        """(S,) bool, residues without coordinates: not even the distance to themselves is known. None are
-        missing where there is no structure."""
-        return np.isnan(np.diagonal(self.true)) & bool(self.precision)
 
 
 def printable(name, longest=60):
@@ -52,13 +30,13 @@ COLUMNS = ("number_i", "number_j", "residue_i", "residue_j", "contact_probabilit
 def write_table(path, m):
     """All pairs i < j as tab-separated text. number_* are the structure file's residue numbers, empty where
     it has no such residue; position_* count the residues of the query from 1."""
-    lines = ["\t".join(COLUMNS)]
-    pairs = np.triu_indices(len(m.letters), 1)
+    lines, numbers, letters = ["\t".join(COLUMNS)], m.protein.numbers, m.protein.sequence
+    pairs = np.triu_indices(len(letters), 1)
     values = (array[pairs].tolist() for array in (m.probability, m.distances, m.true))
     for i, j, probability, distance, true in zip(*(p.tolist() for p in pairs), *values, strict=True):
         known = not math.isnan(true)
-        contact = ("yes" if true < m.cutoff else "no") if known else "unknown"
-        lines.append(f"{m.numbers[i]}\t{m.numbers[j]}\t{m.letters[i]}\t{m.letters[j]}\t{probability:.4f}\t"
+        contact = ("yes" if true < CONTACT_DISTANCE else "no") if known else "unknown"
+        lines.append(f"{numbers[i]}\t{numbers[j]}\t{letters[i]}\t{letters[j]}\t{probability:.4f}\t"
                      f"{distance:.2f}\t{f'{true:.2f}' if known else ''}\t{contact}\t{i + 1}\t{j + 1}")
     write_text(path, "\n".join([*lines, ""]))
 
@@ -106,8 +84,8 @@ def write_picture(path, m):
         dress(distances, m, "predicted CB distance, Å")
     scores = ", ".join(f"{label} {m.precision[key]:.2f}" for label, key in
                        (("P(L/2)", "p_l2"), ("P(L)", "p_l"), ("chance", "chance")) if m.precision)
-    chain = f", chain {printable(m.chain)}" if m.chain else ""
-    figure.suptitle(f"{printable(m.name)}{chain}: {scores or 'predicted'}", parse_math=False)
+    chain = f", chain {printable(m.protein.chain)}" if m.protein.chain else ""
+    figure.suptitle(f"{printable(m.protein.name)}{chain}: {scores or 'predicted'}", parse_math=False)
     figure.legend(handles=handles, loc="outside lower left", frameon=False,
                   ncols=len(handles) if len(handles) <= 5 else -(-len(handles) // 2),
                   columnspacing=1.4, handletextpad=0.5, fontsize=9)
@@ -125,20 +103,20 @@ def draw_contacts(axis, m):
     pairs above the diagonal as marks. Returns what the legend shows."""
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
-    position = np.arange(len(m.letters))
-    touching = m.true < m.cutoff  # False where unknown
+    position = np.arange(m.protein.length)
+    touching = m.true < CONTACT_DISTANCE  # False where unknown
     image = np.ones((*touching.shape, 3))
     if not m.precision:
         image -= 0.7 * m.probability[:, :, None]
     image[touching] = to_rgb(CONTACT)
-    image[np.abs(position[:, None] - position) < m.separation] = to_rgb(NEAR)
+    image[np.abs(position[:, None] - position) < SEPARATION] = to_rgb(NEAR)
     axis.imshow(image, origin="upper")
     i, j = m.chosen
     right = touching[i, j] | (not m.precision)
     width = float(np.clip(0.75 * 72 * PANEL / len(position), 3.4, 7))  # of a mark, in points
     label = f"top L/2, right: {right.sum()}" if m.precision else f"the {len(i)} most probable (L/2)"
-    legend = [Patch(facecolor=CONTACT, label=f"contact (CB < {m.cutoff:g} Å)")] * bool(m.precision)
-    legend.append(Patch(facecolor=NEAR, label=f"|i-j| < {m.separation}, not counted"))
+    legend = [Patch(facecolor=CONTACT, label=f"contact (CB < {CONTACT_DISTANCE:g} Å)")] * bool(m.precision)
+    legend.append(Patch(facecolor=NEAR, label=f"|i-j| < {SEPARATION}, not counted"))
     legend += axis.plot(j[right], i[right], "o", color=RIGHT, markeredgewidth=0, markersize=width, zorder=3,
                         label=label)
     if m.precision:
@@ -154,19 +132,19 @@ def draw_distances(axis, m):
     shown = m.distances
     if m.precision:
         both = np.triu(m.distances, 1) + np.tril(np.nan_to_num(m.true, nan=0.0), -1)
-        shown = np.ma.masked_where(np.isnan(m.true) & np.tri(len(m.letters), dtype=bool), both)
+        shown = np.ma.masked_where(np.isnan(m.true) & np.tri(m.protein.length, dtype=bool), both)
     return axis.imshow(shown, origin="upper", cmap="viridis_r", vmin=2, vmax=22)
 
 
 def dress(axis, m, title):
     """What both panels share: the file's numbers, the diagonal, hatched missing residues."""
     axis.set_title(title, fontsize=11)
-    positions, labels = ticks(m.numbers)
+    positions, labels = ticks(m.protein.numbers)
     axis.set_xticks(positions, labels)
     axis.set_yticks(positions, labels)
-    what = "residue number in the structure file" if m.chain else "residue"
+    what = "residue number in the structure file" if m.known else "residue"
     axis.set(xlabel=what, ylabel=what)
-    size = len(m.letters)
+    size = m.protein.length
     axis.plot([-0.5, size - 0.5], [-0.5, size - 0.5], color="0.6", linewidth=0.7)
     for first, last in runs(m.missing):
         for span in (axis.axvspan, axis.axhspan):

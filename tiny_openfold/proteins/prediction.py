@@ -6,17 +6,15 @@ import shlex
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
-import torch
 
 from fusion_lab.kernels.precision import amp_dtype
 from fusion_lab.measuring.plotting import spared
 from fusion_lab.training import files as outputs
-from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted, printable
 from fusion_lab.training.machine import GIGABYTE, choose_device, free_memory, process_settings
 from fusion_lab.training.models import read_model
@@ -30,13 +28,12 @@ from tiny_openfold.proteins.contacts import (
     CONTACT_DISTANCE,
     LONG_RANGE,
     SEPARATION,
-    contact_map,
+    Prediction,
     contact_precision,
     half_length,
-    ranked_pairs,
+    run_model,
 )
 from tiny_openfold.proteins.options import OF_PREDICTIONS
-from tiny_openfold.proteins.orientations import BINS
 from tiny_openfold.proteins.relatives import Depth, kinship, relative, require_protein, some_rows
 
 MODEL = os.path.join(ROOT, "tiny_openfold", "models", "families.pt")  # what is used without --resume
@@ -46,39 +43,9 @@ LONGEST_FOR_DCA = 400     # residues: 2 GB and half a minute
 SEPARATIONS = (SEPARATION, LONG_RANGE)  # residues apart at least, in tables of precision
 SHOWN = 10                # pairs on the screen
 CPU_HOLES = 1.7           # memory taken on a CPU for each byte of tensors: what is freed is kept, in pieces
-OUTPUTS = ("contact_probability", "distances", "distogram_logits", *BINS)  # of the model, if it has them
 SUFFIXES = (".json", ".rr", ".tsv", ".npz", ".pdb", ".html", ".png")  # of the files of all modes
 HEADLINE = ("mode", "name", "effective_rows", "plddt", "precision", "scores", "files")
 STDIN = "-"               # as the path of an alignment
-
-
-@dataclass
-class Prediction:
-    """What is known of one protein after the model has run; L residues, tensors on the CPU."""
-    protein: files.Protein  # its coordinates are NaN where there is no structure
-    output: dict            # {name of OUTPUTS: tensor (L, L) or (L, L, bins)}
-    seconds: float          # that the model took
-
-    @property
-    def probability(self):
-        return self.output["contact_probability"]
-
-    @property
-    def coords(self):
-        """(coordinates (L, 3), 0 where there are none; coord_mask (L,))"""
-        seen = np.isfinite(self.protein.coords).all(axis=1)
-        return torch.from_numpy(np.nan_to_num(self.protein.coords)), torch.from_numpy(seen).float()
-
-    def table(self):
-        """The maps.ContactMap that pictures and tables are made of."""
-        return contact_map(self.protein.name, self.protein, torch.from_numpy(self.protein.msa[0]),
-                           (self.probability, self.output["distances"], *self.coords))
-
-    def best(self):
-        """[(i, j, probability, distance)], positions from 1, of all pairs SEPARATION apart, best first."""
-        i, j = ranked_pairs(self.probability, torch.ones(self.protein.length))
-        return list(zip((i + 1).tolist(), (j + 1).tolist(), self.probability[i, j].tolist(),
-                        self.output["distances"][i, j].tolist(), strict=True))
 
 
 def contacts(program, settings):
@@ -89,12 +56,11 @@ def contacts(program, settings):
 def found_contacts(found, result):
     """Say which contacts a Prediction has; how predict() writes them down."""
     print_best(found, {*result["low_confidence"]})
-    if found.coords[1].any():
+    if found.known:
         result["precision"] = precisions(found)
         print_precisions(found, result["precision"])
-    table = found.table()
-    return ({".npz": partial(write_arrays, found=found), ".tsv": partial(maps.write_table, m=table),
-             ".rr": partial(write_rr, found=found, result=result)}, partial(maps.write_picture, m=table))
+    return ({".npz": partial(write_arrays, found=found), ".tsv": partial(maps.write_table, m=found),
+             ".rr": partial(write_rr, found=found, result=result)}, partial(maps.write_picture, m=found))
 
 
 # --- One alignment, or many ---------------------------------------------------------------------------------
@@ -206,6 +172,9 @@ class Predictor:
         depth, kin = judge(protein, batch, self.card)
         started = time.monotonic()
         output = run_model(self.model, batch, self.device, self.dtype)
+        if not all(values.isfinite().all() for values in output.values()):
+            raise UserError("the model's predictions are not finite: nothing is written"
+                            + "; leave out --use-amp" * (self.dtype is not None), code=outputs.FAILED)
         seconds = time.monotonic() - started
         result = dict(
             mode=self.mode, name=protein.name, residues=protein.length, rows=len(protein.msa), rows_used=rows,
@@ -214,10 +183,10 @@ class Predictor:
             columns_left_out=protein.left_out, remarks=[*protein.remarks],
             low_confidence=[residue + 1 for residue in depth.uncertain],
             trained_on=kin["trained"], relative=kin, model=self.path, command=self.command(path),
-            model_config=asdict(config),
+            model_config=asdict(config), seconds=dict(model=seconds),
             card={key: value for key, value in self.card.items() if key != "sequences"})
         stem = os.path.join(self.directory, protein.name)
-        return finish(stem, result, *work(Prediction(protein, output, seconds), result))
+        return finish(stem, result, *work(Prediction(protein, output), result))
 
     def command(self, path):
         """What to type to get the prediction for one alignment again."""
@@ -230,8 +199,7 @@ class Predictor:
 
 
 def judge(protein, batch, card):
-    """(Depth of the rows that the model reads, what its card knows of relatives); both are said. Raises
-    UserError."""
+    """(Depth of the rows that the model reads, what its card knows of relatives); both are said."""
     depth = Depth.of(batch["extra_msa" if "extra_msa" in batch else "msa_tokens"][0].numpy())
     print(f"Alignment: {depth}")
     if uncertain := depth.uncertain:
@@ -281,19 +249,6 @@ def needs(config, dtype):
                6 * couplings)
 
 
-@torch.no_grad()
-def run_model(model, batch, device, dtype):
-    """{name of OUTPUTS: (L, L) or (L, L, bins)}, float32 on the CPU. Raises UserError where they are not
-    finite."""
-    with torch.autocast(device.type, dtype, dtype is not None):
-        output = model(**to_device(batch, device))
-    found = {name: output[name][0].float().cpu() for name in OUTPUTS if name in output}
-    if not all(values.isfinite().all() for values in found.values()):
-        raise UserError("the model's predictions are not finite: nothing is written"
-                        + ("; leave out --use-amp" if dtype else ""), code=outputs.FAILED)
-    return found
-
-
 # --- Files ----------------------------------------------------------------------------------------------
 
 
@@ -337,7 +292,7 @@ def write_arrays(path, found):
     """For numpy.load: probability and distances (L, L), sequence, numbers (L,), name."""
     protein = found.protein
     outputs.write_atomically(path, lambda file: np.savez_compressed(
-        file, probability=found.probability.numpy(), distances=found.output["distances"].numpy(),
+        file, probability=found.probability, distances=found.distances,
         sequence=protein.sequence, numbers=np.array(protein.numbers, str), name=protein.name))
 
 
@@ -374,7 +329,7 @@ def print_best(found, low_confidence):
 def precisions(found):
     """{method: {separation: contact_precision()}} of the model and of mean-field DCA, which reads up to
     YARDSTICK_ROWS rows."""
-    scores, protein = dict(model=found.probability), found.protein
+    scores, protein = dict(model=found.output["contact_probability"]), found.protein
     if protein.length <= LONGEST_FOR_DCA:
         scores["mean-field DCA"] = mean_field_dca(some_rows(protein.msa, YARDSTICK_ROWS))
     return {method: {str(separation): contact_precision(values, *found.coords, separation)

@@ -199,13 +199,8 @@ def learned_from(families):
 def relative(msa, name, card):
     """What a model's card tells of relatives of an alignment: {name, e_value, trained} of the nearest family
     there by its sequences, trained if the model learned from it. Of families without sequences one of the
-    same name can be told, with no E-value; of the others nothing, so that trained is None. Raises
-    UserError."""
+    same name can be told, with no E-value; of the others nothing, so that trained is None."""
     sequences, names = card.get("sequences") or {}, card.get("trained_on") or ()
-    whole = isinstance(sequences, dict) and all(isinstance(own, list) and own for own in sequences.values())
-    if not whole or not all(isinstance(letters, str) and letters and not set(letters) - set(LETTERS)
-                            for own in sequences.values() for letters in own):
-        raise UserError("the sequences in the model's card are damaged")
     found, e_value = nearest(msa, sequences) if sequences else (None, None)
     if sequences and e_value <= RELATED:
         return dict(name=found, e_value=e_value, trained=True)
