@@ -216,7 +216,7 @@ def test_a_directory_that_another_prediction_writes_into_is_refused(mode, tmp_pa
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_an_earlier_prediction_is_set_aside_before_the_first_file_is_written(tmp_path, capsys):
+def test_an_earlier_prediction_is_set_aside_before_the_first_file_is_written(tmp_path):
     """Whatever kills a prediction between two files, no file of an earlier one, in either mode, stands beside
     the new ones; the result, which names the others, comes last."""
     stem, seen = tmp_path / "x.1", []
@@ -228,12 +228,12 @@ def test_an_earlier_prediction_is_set_aside_before_the_first_file_is_written(tmp
     for suffixes in ((".rr", ".tsv"), (".pdb", ".html")):
         seen.clear()
         prediction.finish(str(stem), dict(name="x"), dict.fromkeys(suffixes, write), write)
-        assert seen == [set(), {f"x.1{suffixes[0]}"}] and "already" not in capsys.readouterr().out
+        assert seen == [set(), {f"x.1{suffixes[0]}"}]
     assert len(list(tmp_path.iterdir())) == 3 + 3
 
 
 @pytest.mark.parametrize("content", ["{}", '{"files": 5}', "no JSON"])
-def test_files_that_no_prediction_wrote_are_left_alone_or_their_move_is_said(content, tmp_path, capsys):
+def test_the_users_own_files_stay_and_what_moves_is_said(content, tmp_path, capsys):
     """The true structure may stand beside the alignment, where the results go."""
     for suffix in (".json", ".pdb"):
         (tmp_path / f"x{suffix}").write_text(content)
@@ -241,11 +241,10 @@ def test_files_that_no_prediction_wrote_are_left_alone_or_their_move_is_said(con
     def write(path):
         open(path, "w").close()
     prediction.finish(str(tmp_path / "x"), dict(name="x"), {".rr": write}, write)
-    said = capsys.readouterr().out
-    assert said.count("was there already") == 1 and "x.json was there" in said
-    assert (tmp_path / "x.pdb").read_text() == content
+    said, = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Earlier"))
+    assert "x.json.old-" in said and "x.pdb" not in said and (tmp_path / "x.pdb").read_text() == content
     prediction.finish(str(tmp_path / "x"), dict(name="x"), {".pdb": write}, write)
-    assert "x.pdb was there already" in capsys.readouterr().out
+    assert "x.pdb.old-" in capsys.readouterr().out
     assert [path.read_text() for path in tmp_path.glob("x.pdb.old-*")] == [content]
 
 

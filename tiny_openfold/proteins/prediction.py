@@ -272,20 +272,19 @@ def finish(stem, result, writers, draw):
 
 
 def set_aside_earlier(stem, suffixes):
-    """Rename what an earlier prediction wrote under this name, its result first, in whichever mode. A file
-    that its result does not name is another one's, such as the true structure beside its alignment: it stays,
-    or where the new files take its name, one of these suffixes, that is said."""
-    result = f"{stem}.json"
+    """Rename, and say so, what an earlier prediction in either mode wrote under this name, its result first,
+    and what else has a name that is written now, one of these suffixes. Other files that its result does not
+    name are the user's, such as the true structure beside its alignment, and stay."""
+    result, moved = f"{stem}.json", []
     try:
-        named = {*map(os.path.basename, [result, *outputs.read_json(result)["files"]])}
+        named = {*map(os.path.basename, outputs.read_json(result)["files"])}
     except (UserError, KeyError, TypeError):  # there is none, or it is not ours
         named = set()
     for path in (stem + suffix for suffix in SUFFIXES):
-        ours = os.path.basename(path) in named
-        if ours or path.removeprefix(stem) in suffixes:
-            moved = outputs.set_aside(path)
-            if moved and not ours:
-                print(f"{printable(path)} was there already: it is {printable(moved)} now")
+        if path.removeprefix(stem) in suffixes or os.path.basename(path) in named:
+            moved.append(outputs.set_aside(path))
+    if any(moved):
+        print(f"Earlier files of this name are called {', '.join(map(printable, filter(None, moved)))} now")
 
 
 def write_arrays(path, found):
