@@ -14,17 +14,17 @@ from tiny_openfold.proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
 CONTACT_DISTANCE = 8.0  # Å, between CB atoms (CA for glycine)
 SEPARATION = 6  # contacts between residues nearer along the chain say nothing about the fold
 LONG_RANGE = 24  # residues apart; such contacts say most about the fold
-OUTPUTS = ("contact_probability", "distances", "distogram_logits", *BINS)  # of the model, if it has them
+MAPS = ("contact_probability", "distances")  # outputs of the model, (L, L)
+OUTPUTS = (*MAPS, "distogram_logits", *BINS)  # and with bins, (L, L, bins); some models have no BINS
 
 
 @torch.no_grad()
-def run_model(model, batch, device, dtype=None):
-    """{name of OUTPUTS: (L, L) or (L, L, bins)} of a batch of one, float32 on the CPU. No losses are
-    computed."""
+def run_model(model, batch, device, dtype=None, wanted=MAPS):
+    """{output: (L, L) or (L, L, bins)} of a batch of one, float32 on the CPU. No losses are computed."""
     inputs = {name: values for name, values in batch.items() if name not in ("coords", "coord_mask")}
     with torch.autocast(device.type, dtype, dtype is not None):
         output = model(**to_device(inputs, device))
-    return {name: output[name][0].float().cpu() for name in OUTPUTS if name in output}
+    return {name: output[name][0].float().cpu() for name in wanted if name in output}
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Prediction:
     def best(self):
         """[(i, j, probability, distance)], positions from 1, of all pairs SEPARATION apart, best first."""
         i, j = ranked_pairs(self.output["contact_probability"], torch.ones(self.protein.length))
-        probability, distances = (self.output[name][i, j].tolist() for name in OUTPUTS[:2])
+        probability, distances = (self.output[name][i, j].tolist() for name in MAPS)
         return list(zip((i + 1).tolist(), (j + 1).tolist(), probability, distances, strict=True))
 
 

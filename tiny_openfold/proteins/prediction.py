@@ -27,6 +27,7 @@ from tiny_openfold.proteins.coevolution import FEATURES, mean_field_dca
 from tiny_openfold.proteins.contacts import (
     CONTACT_DISTANCE,
     LONG_RANGE,
+    OUTPUTS,
     SEPARATION,
     Prediction,
     contact_precision,
@@ -171,7 +172,7 @@ class Predictor:
         forewarn(config, self.device, self.dtype)
         depth, kin = judge(protein, batch, self.card)
         started = time.monotonic()
-        output = run_model(self.model, batch, self.device, self.dtype)
+        output = run_model(self.model, batch, self.device, self.dtype, OUTPUTS)
         if not all(values.isfinite().all() for values in output.values()):
             raise UserError("the model's predictions are not finite: nothing is written"
                             + "; leave out --use-amp" * (self.dtype is not None), code=outputs.FAILED)
