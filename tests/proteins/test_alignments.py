@@ -97,6 +97,7 @@ def test_every_letter_has_its_token(tmp_path):
      ["ACDEF", "AC-EF", "ACDEF", "GHIKL"]),
     ("x.fasta", ">q\nAC*EF*\n>a\nACDEF\n>b\nACDEF*\n", ["ACXEF", "ACDEF", "ACDEF"]),  # a stop codon within
     ("x.a3m", ">q C:\\new\nACDE\n>r\nAC-E\n", ["ACDE", "AC-E"]),
+    ("x.a3m", ">q\nA.DEF\n>a\nAC.EF\n>b\nACD.F\n", ["ADEF", "A-EF", "AD-F"]),  # '.' is a gap, one in each
     ("x.sto", "# STOCKHOLM 1.0\nMUSCLE1_HUMAN ACDE\nCLUSTAL_X AC-E\n//\n", ["ACDE", "AC-E"]),
     ("x.sto", "# STOCKHOLM 1.0\n\nq AC\nq AC\na A-\n\nq DE\nq DE\na DE\n//\n", ["ACDE", "ACDE", "A-DE"])])
 def test_no_row_is_lost_or_taken_for_something_else(name, text, rows, tmp_path):
@@ -119,11 +120,14 @@ def test_query_by_name(query, first, tmp_path):
 
 
 def test_query_that_is_no_row_or_several(tmp_path):
-    path = write(tmp_path / "x.fasta", ">P1/1-5\nACDEF\n>P2/1-5\nAC-EF\n>P2/7-11\nGHIKL\n")
+    path = write(tmp_path / "x.fasta", ">P1/1-5\nACDEF\n>P2/1-5\nAC-EF\n>P2/7-11\nGHIKL\n"
+                                       ">P3 first\nACDEF\n>P3 second\nGHIKL\n")
     error = one_line_error(read_alignment, path, "Q")
     assert str(path) in error and "'Q' is not a row" in error and "P1/1-5" in error
     error = one_line_error(read_alignment, path, "P2")
     assert "several" in error and "P2/1-5" in error and "P2/7-11" in error and "P1" not in error
+    assert "P3 first, P3 second" in one_line_error(read_alignment, path, "P3")
+    assert letters(read_alignment(path, "P3 second"))[0] == "GHIKL"
     assert "no names" in one_line_error(read_alignment, write(tmp_path / "x.a3m", ">\nAC\n"), "q")
 
 

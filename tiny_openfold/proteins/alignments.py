@@ -90,7 +90,7 @@ def parse_alignment(path, query=None):
         alignments = [alignments[first.index(query)]]
     (names, rows), = alignments
     chains = re.match(rb"#(\d+(?:,\d+)+)\t[\d,]+\s*\n", data)
-    number = 0 if query is None or chains else _find_row(path, names, query)
+    number = 0 if query is None or chains else _find_row(path, names, rows, query)
     form = "blocks" if in_blocks else "a3m" if split_suffix(path)[1] in (".a3m", ".a2m") else "fasta"
     rows = _columns(path, names, rows, number, form)
     if chains:
@@ -99,13 +99,16 @@ def parse_alignment(path, query=None):
 
 
 def _columns(path, names, rows, number, form):
-    """Rows as written -> rows of one length. A3M deletes lowercase letters and '.', unless '.' is its gap. A
-    file not called A3M is one if only that makes its rows equal; otherwise its rows are aligned as they
-    stand. The query has no insertions: lowercase in it is masking, or there are columns for it, or it is an
-    error."""
+    """Rows as written -> rows of one length. A3M deletes lowercase letters and '.', unless '.' is its gap, as
+    it is where no row has lowercase. A file not called A3M is one if only that makes its rows equal; else its
+    rows are aligned as they stand. The query has no insertions: lowercase in it is masking, or there are
+    columns for it, or it is an error."""
     lower = [form != "blocks" and row != row.upper() for row in rows]
     a3m = [LOWERCASE + b".", LOWERCASE]
-    readings = [*a3m, *[b""] * lower[number]] if form == "a3m" else [b"", *a3m * any(lower)]
+    if not any(lower):
+        readings = [b""]
+    else:
+        readings = [*a3m, *[b""] * lower[number]] if form == "a3m" else [b"", *a3m]
     query = rows[number].upper()
     for deleted in readings:
         columns = [row.translate(None, deleted) for row in rows]
@@ -143,16 +146,16 @@ def _one_chain(path, names, rows, lengths, query):
     return [query, *(names[i] for i in kept[1:])], [cut[i] for i in kept]
 
 
-def _find_row(path, names, query):
+def _find_row(path, names, rows, query):
     """Index of the row that `query` names: its header, the first word, that word up to '/' or between '|', or
-    the only one to begin so. Of an exact name that occurs twice, the first."""
-    words = [first_word(name) for name in names]
-    rows = range(len(words))
-    exact = [i for i in rows if query in (names[i], words[i])]
-    part = [i for i in rows if query == words[i].split("/")[0] or query in words[i].split("|")]
-    hits = exact[:1] or part or [i for i in rows if query and words[i].startswith(query)]
-    if len(hits) == 1:
+    how it begins; the first of several with one sequence."""
+    words, hits = [first_word(name) for name in names], []
+    for fits in (lambda i: query == names[i], lambda i: query == words[i],
+                 lambda i: query == words[i].split("/")[0] or query in words[i].split("|"),
+                 lambda i: query and words[i].startswith(query)):
+        hits = hits or [i for i in range(len(rows)) if fits(i)]
+    if len({rows[i] for i in hits}) == 1:
         return hits[0]
     problem = "fits several rows" if hits else "is not a row of the alignment"
-    examples = ", ".join(words[i][:60] for i in (hits or rows)[:4] if words[i]) or "(no names)"
+    examples = ", ".join(names[i][:60] for i in (hits or range(len(rows)))[:4] if words[i]) or "(no names)"
     raise UserError(f"{path}: query {query!r} {problem}; rows are called, for instance: {examples}")

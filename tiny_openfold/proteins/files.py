@@ -273,7 +273,8 @@ def _row_that_matches(names, rows, chains):
     for number in sorted(range(len(rows)), key=shared.__getitem__, reverse=True)[:3]:
         tokens = _tokens(residues[number].encode())
         if shared[number] and _matches(tokens, *_best_chain(tokens, chains), identity=0.95):
-            return first_word(names[number])
+            word = first_word(names[number])
+            return word if [first_word(name) for name in names].count(word) == 1 else names[number]
     return None
 
 
