@@ -129,22 +129,29 @@ def read_saved(path, what, program, *kinds):
     return saved
 
 
+@contextlib.contextmanager
+def understanding(what, path):
+    """Whatever the content of a file leads to within is a UserError that names it."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        words = printable(error).strip()[:200]
+        raise UserError(f"{what} {path}: damaged, or of another version ({words})") from None
+
+
 def read_checkpoint(path, program, config):
     """The dict in a checkpoint of a program whose model has this config; UserError if the file cannot be
     read, is damaged, foreign or of another model."""
     saved = read_saved(path, "checkpoint", program)
-    try:
+    with understanding("checkpoint", path):
         made = saved_config(saved, program)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"checkpoint {path}: of a model that this version lacks ({printable(error):.200})"
-                        ) from None
     refuse_other_sizes(made, config, f"checkpoint {path}")
     return saved
 
 
 def saved_config(saved, program):
     """The config of a model that was saved; what may be resized has its default, and fields that are newer
-    have, too. Raises AttributeError, KeyError, TypeError or ValueError where it is none."""
+    have, too. Call it within understanding()."""
     resized = {f.name for f in fields(program.model_config) if f.metadata["resized"]}
     return program.model_config(**{n: v for n, v in saved["config"].items() if n not in resized})
 
@@ -158,8 +165,8 @@ def refuse_other_sizes(made, config, what):
 
 
 def packed(trainer, tensors):
-    """Tensors by unpacked names -> a list in the form of trainer.weights.tensors. Raises KeyError, ValueError
-    and RuntimeError where they are not this model's, or not finite."""
+    """Tensors by unpacked names -> a list in the form of trainer.weights.tensors. Raises what understanding()
+    knows where they are not this model's, or not finite."""
     tensors, parameters = dict(tensors), trainer.weights.parameters
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise ValueError("not finite")
@@ -176,7 +183,7 @@ def restore(trainer, path):
     """Continue from a checkpoint made under any FusionConfig; returns what was saved. Raises UserError, see
     read_checkpoint."""
     saved = read_checkpoint(path, trainer.program, trainer.settings.model)
-    try:
+    with understanding("checkpoint", path):
         trainer.weights.put(packed(trainer, saved["model"]))
         if trainer.average:
             trainer.average.steps = saved.get("averaged_steps", 0)
@@ -195,9 +202,6 @@ def restore(trainer, path):
         trainer.best = {**trainer.best, **saved.get("best", {})}  # older ones have none
         trainer.gradient_norm.fill_(saved.get("gradient_norm", 0.0))
         remember(trainer, saved)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        words = printable(error).strip()[:200]
-        raise UserError(f"checkpoint {path}: damaged, or of another version ({words})") from None
     trainer.world.reseed(trainer.training.seed, saved["step"])
     return saved
 

@@ -21,11 +21,10 @@ def read_model(path, program):
     """The SavedModel of a model file or of a checkpoint of a program, made under any switches. UserError if
     the file cannot be read, is damaged or foreign."""
     saved = checkpoints.read_saved(path, "model", program, "model")
-    if saved["format"] == checkpoints.format_of(program):
-        saved = {**saved, "card": {name: saved.get(name) for name in
-                                   ("step", "trained_on", "sequences", "chosen_by")},
-                 "model": saved.get("average", saved["model"])}
-    try:
+    with checkpoints.understanding("model", path):
+        if saved["format"] == checkpoints.format_of(program):
+            card = {name: saved.get(name) for name in ("step", "trained_on", "sequences", "chosen_by")}
+            saved = dict(saved, card=card, model=saved.get("average", saved["model"]))
         config = checkpoints.saved_config(saved, program)
         weights = {name: weight.float() for name, weight in saved["model"].items()}
         with torch.device("meta"):
@@ -36,8 +35,6 @@ def read_model(path, program):
         if not all(weight.isfinite().all() for weight in weights.values()):
             raise ValueError("weights are not finite")
         return SavedModel(config, weights, dict(saved["card"]))
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"model {path}: damaged, or of another version ({str(error)[:200]})") from None
 
 
 def load_weights(trainer, path, source):

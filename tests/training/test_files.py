@@ -1,6 +1,5 @@
 """How programs end, and what they leave on disk: whole files, directories of one run, exit codes, signals."""
 import errno
-import json
 import os
 import resource
 import signal
@@ -171,12 +170,6 @@ def test_the_directory_one_is_in_is_not_set_aside(tmp_path, monkeypatch):
         files.claim("..", named=True, force=True)
 
 
-def test_an_empty_or_missing_directory_is_taken(tmp_path):
-    files.claim(tmp_path / "a" / "b", named=True)
-    files.claim(tmp_path / "a" / "b", named=True)  # by the same process once more
-    assert (tmp_path / "a" / "b").is_dir()
-
-
 @pytest.mark.parametrize("kind", ["file", "loop", "nowhere"])
 def test_what_cannot_be_a_directory_is_refused_by_name(kind, tmp_path):
     path = tmp_path / "d"
@@ -219,4 +212,4 @@ def test_what_is_set_aside_never_replaces_anything(tmp_path):
         files.set_aside(tmp_path / "x")
     assert files.set_aside(tmp_path / "x") is None
     assert sorted(p.read_text() for p in tmp_path.iterdir()) == ["0", "1", "2"]
-    assert json.dumps([p.name.startswith("x.old-") for p in tmp_path.iterdir()]) == "[true, true, true]"
+    assert all(p.name.startswith("x.old-") for p in tmp_path.iterdir())

@@ -8,7 +8,6 @@ from fusion_lab.training import flags
 from fusion_lab.training.flags import (
     Parser,
     make_parser,
-    named_program,
     parse,
     read_settings,
     regular_expression,
@@ -18,7 +17,6 @@ from fusion_lab.training.flags import (
 )
 from fusion_lab.training.options import ProfilerConfig
 from tests.second_program import PROGRAM as SECOND
-from tests.support import ROOT
 
 PARSER = make_parser(tof.PROGRAM)
 
@@ -83,12 +81,6 @@ def test_a_tool_with_other_modes_hides_the_programs(capsys):
     with pytest.raises(SystemExit) as ended:
         tool.parse_args(["--version"])
     assert (ended.value.code, capsys.readouterr().out) == (0, f"{SECOND.name} of TinyOpenFold 2.0.0\n")
-
-
-def test_another_program_is_the_one_that_is_named():
-    other = str(ROOT / "tests" / "second_program.py")
-    assert named_program(["--width", "3", "--program", other], tof.PROGRAM).name == SECOND.name
-    assert named_program(["--num-steps", "3"], tof.PROGRAM) is tof.PROGRAM
 
 
 @pytest.mark.parametrize("convert, taken, refused", [
