@@ -147,7 +147,7 @@ def compare_fusion(program, settings, names=None, rounds=None):
     path = os.path.join(settings.profiler.profile_dir, program.result("fusion_comparison"))
     printed = 0
     print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)}", flush=True)
-    if device.type == "cpu" and (busy := busy_line(os.getloadavg()[0], os.cpu_count())):
+    if busy := busy_line(device):
         print(busy, flush=True)
 
     def show(found):

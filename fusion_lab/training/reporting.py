@@ -23,28 +23,18 @@ def require_finite(loss, step):
 def step_line(trainer, loss, timer, memory):
     """Of the steps since the last such line. memory: MB of one GPU, or None; the speed is of all."""
     training, done, count = trainer.training, trainer.step_number, trainer.training.log_every
-    on_cpu = trainer.device.type == "cpu"
-    times = timer.seconds(10 * count if on_cpu else count).sum(axis=1)
-    seconds = float(np.median(times[-count:]))
+    seconds = float(np.median(timer.seconds(count).sum(axis=1)))
     memory = "   n/a" if memory is None else f"{memory:6.1f}"
     speed = training.batch_size * trainer.world.size / seconds
-    busy = on_cpu and slowed(times, count) and busy_line(os.getloadavg()[0], os.cpu_count())
-    line = (f"Step {done:3d}/{training.num_steps} | Loss: {loss.item():.4f} | Speed: {speed:6.1f} samples/sec"
+    return (f"Step {done:3d}/{training.num_steps} | Loss: {loss.item():.4f} | Speed: {speed:6.1f} samples/sec"
             f" | Memory: {memory} MB | Time: {seconds * 1e3:5.1f}ms")
-    return f"{line}\n{busy}" if busy else line
 
 
-def slowed(times, count):
-    """Whether the last so many steps took half as long again as the fastest so many before them, where those
-    just before did not yet."""
-    ends = range(len(times), count - 1, -count)
-    medians = [np.median(times[end - count:end]) for end in ends]
-    return len(medians) > 1 and medians[1] <= 1.5 * min(medians[1:]) < medians[0]
-
-
-def busy_line(load, cores):
-    """What a machine's load says about times, or None: processes that share a core wait for each other."""
-    if load + torch.get_num_threads() <= cores + 1:
+def busy_line(device):
+    """What a machine's load says about times on its CPU, or None: processes that share a core wait for each
+    other."""
+    load, cores = os.getloadavg()[0], os.cpu_count()
+    if device.type != "cpu" or load + torch.get_num_threads() <= cores + 1:
         return None
     return f"Busy machine: load {load:.1f} on {cores} cores; times are long, with several threads most of all"
 
@@ -76,7 +66,7 @@ def describe_start(trainer, source):
         idle.append("this device has no TF32")
     if idle:
         print(f"Not used here: {'; '.join(idle)}")
-    if device.type == "cpu" and (busy := busy_line(os.getloadavg()[0], os.cpu_count())):
+    if busy := busy_line(device):
         print(busy)
     fusion = settings.fusion
     if torch.version.hip and fusion.enable_torch_compile and fusion.torch_compile_mode == "reduce-overhead":
