@@ -33,7 +33,8 @@ def evaluate(trainer, source, metrics, stop, say, final=False):
     before goes into --save-best. A signal prevents it, or ends it early; then it counts for nothing. The
     final evaluation is the last one where that was of the same weights, as after --early-stopping."""
     if final and trainer.step_number in metrics.by_step:
-        metrics.by_step["final"] = metrics.by_step[trainer.step_number]
+        if not stop.signal:
+            metrics.by_step["final"] = metrics.by_step[trainer.step_number]
         return
     with trainer.averaged(), own_random_numbers(trainer.device):
         found, interrupted = trainer.world.from_first(
