@@ -31,7 +31,15 @@ files.quiet(__name__)
 
 import torch
 
-from fusion_lab.training.files import NO_GPU, OUT_OF_MEMORY, UserError, exit_code, finite, write_json
+from fusion_lab.training.files import (
+    NO_GPU,
+    OUT_OF_MEMORY,
+    UserError,
+    exit_code,
+    finite,
+    read_json,
+    write_json,
+)
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, system_info
 
@@ -137,6 +145,18 @@ def measured(rungs, steps):
             yield row
     for given in short:
         yield from measured([given], steps)
+
+
+def summary_of(flags, gpus=1):
+    """The summary of a training run with these flags, on several GPUs by torchrun. UserError if it fails."""
+    with tempfile.TemporaryDirectory() as at:
+        starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+        command = [sys.executable, *(starter if gpus > 1 else []), str(ROOT / "tiny_openfold_v2.py"), *flags,
+                   "--profile-dir", f"{at}/run"]
+        done = subprocess.run(command, cwd=at, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(" / ".join(done.stderr.strip().splitlines()[-3:])[-400:] or "no result")
+        return read_json(f"{at}/run/performance_summary_v2.json")
 
 
 def compared(rows, labels):

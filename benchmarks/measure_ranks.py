@@ -12,9 +12,7 @@ OUT/ranks.json and prints the gains in samples/s. Exit code 1 if a run failed, 4
 import os
 import pathlib
 import re
-import subprocess
 import sys
-import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -24,10 +22,10 @@ from fusion_lab.training import files
 files.quiet(__name__)
 
 import torch
-from measure_ladder import ULTRA, Rung
+from measure_ladder import ULTRA, Rung, summary_of
 
 from fusion_lab.measuring.tables import aligned
-from fusion_lab.training.files import NO_GPU, UserError, exit_code, read_json, write_json
+from fusion_lab.training.files import NO_GPU, UserError, exit_code, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, system_info
 
@@ -55,16 +53,11 @@ def runs_of(gpus, quick):
 def trained(name, gpus, batch, flags, steps):
     """The row of a training run, by its summary."""
     row = dict(name=name, gpus=gpus, batch_of_each=batch)
-    with tempfile.TemporaryDirectory() as at:
-        starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-        command = [sys.executable, *(starter if gpus > 1 else []), str(ROOT / "tiny_openfold_v2.py"),
-                   *flags.split(), "--batch-size", str(batch), "--num-steps", str(steps), "--eval-every",
-                   str(steps + 1), "--profile-dir", f"{at}/run"]
-        done = subprocess.run(command, cwd=at, capture_output=True, text=True, check=False)
-        try:
-            found = read_json(f"{at}/run/performance_summary_v2.json")["performance_summary"]
-        except (UserError, KeyError):
-            return row | dict(failed=" / ".join(done.stderr.strip().splitlines()[-3:])[-400:] or "no result")
+    try:
+        flags = f"{flags} --batch-size {batch} --num-steps {steps} --eval-every {steps + 1}"
+        found = summary_of(flags.split(), gpus)["performance_summary"]
+    except UserError as error:
+        return row | dict(failed=str(error))
     times = {f"{key}_ms": 1e3 * found[f"{key}_batch_time"] for key in ("median", "p20", "p80")}
     return row | times | dict(samples_per_s=gpus * batch / found["median_batch_time"],
                               peak_mb=found["peak_memory_mb"])

@@ -20,15 +20,15 @@ from fusion_lab.training import files
 
 files.quiet(__name__)
 
-from fusion_lab.training.files import UserError, counted, exit_code, require_packages
+from fusion_lab.training.files import UserError, exit_code, require_packages
 from fusion_lab.training.flags import Parser
 
 require_packages("check.py", "torch", "triton", listed="requirements-dev.txt")
 
 import torch
 
-GPU = torch.cuda.is_available()
-if not GPU:
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads where a kernel is defined
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,26 +45,18 @@ def load(path):
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except Exception as error:  # whatever stands in the user's file
+    except Exception as error:  # whatever stands in the user's file, or no file
         raise UserError(f"{path}: {type(error).__name__}: {error}") from error
     return module
 
 
-def puzzle(number):
-    found = sorted(HERE.glob(f"p{number}_*.py"))
-    if not found:
-        raise UserError(f"there is no puzzle {number}: they are 1 to {len(list(HERE.glob('p*_*.py')))}")
-    return load(found[0])
-
-
-class Counter(TorchDispatchMode):
-    """Counts PyTorch's matrix products, and knows where tensors lie."""
+class Watch(TorchDispatchMode):
+    """Counts PyTorch's matrix products and, in the interpreter, the elements that kernels load and store.
+    There it also refuses atomics, and addresses outside of all tensors before they break what lies there."""
 
     def __init__(self, tensors):
         super().__init__()
-        self.products, self.places = 0, []
+        self.products, self.loaded, self.stored, self.places = 0, 0, 0, []
         self.note(tensors)
 
     def note(self, tensors):
@@ -77,42 +69,36 @@ class Counter(TorchDispatchMode):
         self.note(result if isinstance(result, (tuple, list)) else [result])
         return result
 
-    def require_inside(self, addresses):
-        """IndexError where a kernel leaves all tensors, before it breaks what lies there."""
+    def counted(self, pointers, mask):
+        addresses = pointers.data[mask.data]
         if not sum((start <= addresses) & (addresses < end) for start, end in self.places).all():
             raise IndexError("a kernel loads or stores outside of all tensors: is a mask missing?")
+        return len(addresses)
 
+    @contextlib.contextmanager
+    def in_interpreter(self):
+        from triton.runtime.interpreter import InterpreterBuilder as builder
+        load, store = builder.create_masked_load, builder.create_masked_store
 
-@contextlib.contextmanager
-def counting_memory(counter):
-    """Yields {"loaded": elements, "stored": elements} of what the interpreter runs within."""
-    from triton.runtime.interpreter import InterpreterBuilder as builder
-    load, store, counts = builder.create_masked_load, builder.create_masked_store, dict(loaded=0, stored=0)
+        def counted_load(own, pointers, mask, *rest):
+            self.loaded += self.counted(pointers, mask)
+            return load(own, pointers, mask, *rest)
 
-    def counted_load(self, pointers, mask, *rest):
-        counts["loaded"] += int(mask.data.sum())
-        counter.require_inside(pointers.data[mask.data])
-        return load(self, pointers, mask, *rest)
+        def counted_store(own, pointers, value, mask, *rest):
+            self.stored += self.counted(pointers, mask)
+            return store(own, pointers, value, mask, *rest)
 
-    def counted_store(self, pointers, value, mask, *rest):
-        counts["stored"] += int(mask.data.sum())
-        counter.require_inside(pointers.data[mask.data])
-        return store(self, pointers, value, mask, *rest)
-
-    def refuse(self, *_):
-        raise TypeError("atomics add up in any order: these puzzles do without")
-
-    with (mock.patch.object(builder, "create_masked_load", counted_load),
-          mock.patch.object(builder, "create_masked_store", counted_store),
-          mock.patch.object(builder, "create_atomic_rmw", refuse)):
-        yield counts
+        refuse = mock.Mock(side_effect=TypeError("atomics add up in any order: these puzzles do without"))
+        with mock.patch.multiple(builder, create_masked_load=counted_load, create_masked_store=counted_store,
+                                 create_atomic_rmw=refuse):
+            yield
 
 
 def as_tuple(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-def complaint(result, wanted, place=""):
+def complaint(result, wanted, place):
     """What is wrong with a tensor, a line; None where nothing is."""
     if not isinstance(result, torch.Tensor) or result.shape != wanted.shape:
         shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
@@ -131,26 +117,20 @@ def run(task):
     """Run the answer once: (complaints, lines of counts)."""
     torch.manual_seed(0)
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, within the interpreter: infinity - infinity
-    device = "cuda" if GPU else "cpu"
-    inputs = {name: x.to(device) for name, x in task.inputs(SMALL).items()}
+    inputs = {name: x.to(DEVICE) for name, x in task.inputs(SMALL).items()}
     wanted = as_tuple(task.plain(**{name: x.double() for name, x in inputs.items()}))
-    counter = Counter(inputs.values())
-    memory = contextlib.nullcontext() if GPU else counting_memory(counter)
-    with counter, memory as counts:
+    watch = Watch(inputs.values())
+    with watch, watch.in_interpreter() if DEVICE == "cpu" else contextlib.nullcontext():
         result = as_tuple(task.answer(**inputs))
     if len(result) != len(wanted):
-        return [f"answer returns {counted(len(result), 'tensor')}, and should return {len(wanted)}"], []
-    several = len(wanted) > 1
-    wrong = [complaint(*pair, f" {number}" if several else "")
-             for number, pair in enumerate(zip(result, wanted, strict=True))]
-    if counter.products > getattr(task, "MOST_PRODUCTS", counter.products):
-        wrong.append(f"{counter.products} matrix products, and should be {task.MOST_PRODUCTS}")
-    lines = []
-    if counts and counts["stored"]:
-        given = sum(x.numel() for x in inputs.values())
-        lines.append(f"kernels load {counts['loaded']:,} elements (the inputs have {given:,}) and store "
-                     f"{counts['stored']:,} (the result has {sum(x.numel() for x in wanted):,})")
-    return [line for line in wrong if line], lines
+        return [f"answer returns {len(result)} tensors, and should return {len(wanted)}"], []
+    places = [f" {number}" for number in range(len(wanted))] if len(wanted) > 1 else [""]
+    wrong = list(filter(None, map(complaint, result, wanted, places)))
+    if watch.products > getattr(task, "MOST_PRODUCTS", watch.products):
+        wrong.append(f"{watch.products} matrix products, and should be {task.MOST_PRODUCTS}")
+    given, made = (sum(x.numel() for x in tensors) for tensors in (inputs.values(), wanted))
+    return wrong, [f"kernels load {watch.loaded:,} elements (the inputs have {given:,}) and store "
+                   f"{watch.stored:,} (the result has {made:,})"] * bool(watch.stored)
 
 
 def times(task):
@@ -163,10 +143,10 @@ def times(task):
     return "ms on this GPU: " + ", ".join(f"{name} {ms:.4f}" for name, ms in took.items())
 
 
-def check(number, own, own_file):
+def check(path, own, own_file):
     """Print what is said of a puzzle; whether it is solved. own: {name: function} of the user's file, which
     take the place of the puzzle's."""
-    task = puzzle(number)
+    task, number = load(path), path.name[1]
     replaced = {name: value for name, value in own.items() if name in vars(task) and name not in FIXED}
     if own and not replaced:
         raise UserError(f"puzzle {number}: --answer has none of its kernels' names")
@@ -178,21 +158,22 @@ def check(number, own, own_file):
         places = [f"{frame.filename}, line {frame.lineno}: " for frame in
                   traceback.extract_tb(cause.__traceback__) if frame.filename in (task.__file__, own_file)]
         wrong, lines = [f"{places[-1] if places else ''}{type(cause).__name__}: {cause}"], []
-    if not wrong and GPU:
+    if not wrong and DEVICE == "cuda":
         lines.append(times(task))
     print(*wrong, *lines, f"puzzle {number}: {'not yet' if wrong else 'solved'}", sep="\n")
     return not wrong
 
 
 def main(argv=None):
+    puzzles = {path.name[1]: path for path in sorted(HERE.glob("p*_*.py"))}
     parser = Parser(prog="check.py", description=__doc__)
-    parser.add_argument("numbers", nargs="+", type=int, metavar="N", help="of puzzles")
+    parser.add_argument("numbers", nargs="+", choices=puzzles, metavar="N", help="of puzzles: 1 to 8")
     parser.add_argument("--answer", type=pathlib.Path, metavar="FILE",
                         help="a file whose functions replace those of the same name (default: none)")
     arguments = parser.parse_args(argv)
     own = {name: value for name, value in vars(load(arguments.answer)).items()
            if not name.startswith("__")} if arguments.answer else {}
-    return int(not all([check(number, own, str(arguments.answer)) for number in arguments.numbers]))
+    return int(not all([check(puzzles[n], own, str(arguments.answer)) for n in arguments.numbers]))
 
 
 if __name__ == "__main__":

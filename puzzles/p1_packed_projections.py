@@ -6,7 +6,8 @@ kernels. Write it as ONE matrix product with a wider weight, then split the resu
     x (B, S, C); w_q, w_k, w_v (C, C), each used as x @ w.T
     result: q, k, v, each (B, S, C)
 
-Changing the weights' names would break old checkpoints, so take them as three tensors.
+The weights stay three tensors, because old checkpoints know them by their three names. So your function joins
+them, and check.py counts its matrix products.
 """
 import torch
 
@@ -23,7 +24,7 @@ def plain(x, w_q, w_k, w_v):
 
 
 def project(x, w_q, w_k, w_v):
-    # HOLE: one product instead of three. torch.cat and chunk help.
+    # HOLE: one product instead of three. torch.cat and the method chunk(3, dim=-1) help.
     return x @ w_q.T, x @ w_k.T, x @ w_v.T
 
 

@@ -1,8 +1,21 @@
 """Puzzle 2: a gated update, out = x + sigmoid(gate) * update. Your first kernel.
 
 PyTorch would run three kernels, which write and read two tensors in between. Yours reads each input once
-and writes once. A program handles BLOCK elements. The last program's block reaches beyond the end, so
-loads and stores there need a mask: `tl.load(pointer + where, mask=where < n)`.
+and writes once.
+
+A Triton kernel is a function that runs many times side by side. Each run is called a program, and
+tl.program_id(0) is its number. `kernel[(programs,)](arguments)` starts so many. A tensor arrives as a pointer
+to its first element. A pointer plus a block of whole numbers is a block of pointers, from which tl.load
+makes a block of numbers. With blocks you calculate as with tensors, element by element. This kernel doubles
+y; each program handles BLOCK elements:
+
+    where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)   # for program 2 and BLOCK 128: 256 to 383
+    block = tl.load(y + where, mask=where < n)
+    tl.store(out + where, 2 * block, mask=where < n)
+
+The last program's block reaches beyond the end of the tensor. The mask says which elements may be touched.
+tl.constexpr marks a number that is known when the kernel is compiled; the length of tl.arange must be such a
+number, and a power of two.
 
     x, gate, update, out: n numbers, contiguous
 """

@@ -7,7 +7,10 @@ stored in between.
     scores (N, H, S, S), bias (H, S, S); result (N, H, S, S)
     program r handles row r of all N * H * S rows; its bias is row r % (H * S)
 
-Here S is a power of two, so a row fills its block and needs no mask.
+A kernel knows no shapes, only where the first element lies. Rows lie one behind the other, S numbers each,
+so row r begins at r * S. The rows of the bias repeat for each of the N alignment rows, hence the remainder.
+Here S is a power of two, so a row fills its block and needs no mask. tl.max(x) and tl.sum(x) make one number
+of a block, and x - tl.max(x) subtracts it from every element.
 """
 import torch
 import triton
@@ -27,7 +30,7 @@ def softmax_kernel(scores, bias, out, BIAS_ROWS, S: tl.constexpr):
     """Program r: row r."""
     row, column = tl.program_id(0), tl.arange(0, S)
     x = tl.load(scores + row * S + column)
-    # HOLE: add the bias, of which there are BIAS_ROWS rows; then tl.max, tl.exp and tl.sum
+    # HOLE: add the bias, which has BIAS_ROWS = H * S rows; then tl.max, tl.exp and tl.sum
     tl.store(out + row * S + column, x)
 
 

@@ -4,8 +4,12 @@
     result (R, S): softmax over the keys that are present, 0 at the others
 
 Blocks have a size that is a power of two, so a block of BLOCK columns holds a row of S <= BLOCK. What is
-beyond S counts as missing. Two traps: a row without any key must give zeros and not NaN, and a missing
-score may be anything, also infinite, so that multiplying it by 0 is not enough (tl.where is).
+beyond S counts as missing. tl.load gives `other` where its mask is False. tl.where(condition, a, b) chooses
+element by element, and key_mask > 0 is such a condition.
+
+There are two traps. A missing score may be anything, even infinite, and infinity * 0 is NaN: choose with
+tl.where instead of multiplying. A row without any key must give zeros. If its maximum is minus infinity, the
+exponent is infinity minus infinity, which is NaN, and its sum of 0 must not become a divisor.
 """
 import torch
 import triton
@@ -27,7 +31,7 @@ def masked_softmax_kernel(scores, key_mask, out, S, BLOCK: tl.constexpr):
     """Program r: row r."""
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
     x = tl.load(scores + row * S + column, mask=column < S, other=0.0)
-    # HOLE: load key_mask (what does `other` have to be?), and take only present keys into maximum and sum
+    # HOLE: load key_mask (what does `other` have to be?), and let only present keys count in maximum and sum
     x = tl.exp(x - tl.max(x))
     tl.store(out + row * S + column, x / tl.sum(x), mask=column < S)
 

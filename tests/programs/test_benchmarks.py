@@ -13,8 +13,12 @@ import torch
 
 from fusion_lab.measuring import clocks, contest
 from fusion_lab.training import files
+<<<<<<< HEAD
 from fusion_lab.training.program import load_program
 from tests.support import ROOT
+=======
+from tests.support import ROOT, require_shared
+>>>>>>> 458f6cc (Records: one command checks a candidate and prints its row; a second track, seconds of training until DCA is beaten, with public families; puzzles 1 to 4 explain what somebody without Triton does not know)
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -244,3 +248,61 @@ def test_gains_are_of_runs_on_one_gpu_and_on_several():
         runs = measure_ranks.runs_of(gpus, quick=False)
         assert [run[:3] for run in runs if run[0] in "B split"] == [
             ("B", 1, 1), ("B", gpus, 1), ("split", 1, whole), ("split", gpus, each)]
+
+
+def record_of(monkeypatch, tmp_path, *flags, losses=(4.0, 4.0), precisions=(0.7, 0.7, 0.7), **row):
+    """record.py's exit code, with stand-ins for the processes that it starts. DCA's P(L/2) is .6."""
+    import record
+    found = iter([dict(performance_summary=dict(avg_loss=loss)) for loss in losses] if "step" in flags else [
+        dict(performance_summary=dict(total_samples=20, avg_training_speed=2.0),
+             evaluation=dict(final=dict(held_out=dict(a=dict(p_l2=p), b=dict(p_l2=p))))) for p in precisions])
+    row = dict(accurate=True, failures=["far off"], median_ms=2.5, p20_ms=2.4, p80_ms=2.6) | row
+    monkeypatch.setattr(record, "measured", lambda rungs, steps: [dict(row, name=name) for name, *_ in rungs])
+    monkeypatch.setattr(record, "summary_of", lambda flags: next(found))
+    monkeypatch.setattr(record, "dca_precision", lambda data, names: 0.6)
+    monkeypatch.setattr(record, "compare_numerics", lambda *_: ({}, [] if row["accurate"] else ["far off"]))
+    flags = [*flags, "--out", str(tmp_path), "--", "--device", "cpu"]
+    return files.exit_code(record.main, flags, "record.py")
+
+
+STEP, LEARN = ("step", "--quick"), ("learn", "--data", "families")
+
+
+@pytest.mark.parametrize("track, cells", [(STEP, "2.50 (2.40, 2.60)"), (LEARN, "10.0 (10.0, 10.0) | 0.700")])
+def test_a_record_is_a_row_and_a_raw_file(monkeypatch, tmp_path, capsys, track, cells):
+    assert record_of(monkeypatch, tmp_path, *track) == 0
+    assert f" | {cells} | " in capsys.readouterr().out.splitlines()[-1]
+    assert json.loads((tmp_path / "record.json").read_text())["broken"] == []
+
+
+@pytest.mark.parametrize("track, broken", [
+    (STEP, dict(accurate=False)), (STEP, dict(losses=(4.0, 4.01))), (STEP, dict(losses=(4.0, math.nan))),
+    (LEARN, dict(accurate=False)), (LEARN, dict(precisions=(0.7, 0.6, 0.7)))])
+def test_a_candidate_that_breaks_a_rule_is_refused(monkeypatch, tmp_path, capsys, track, broken):
+    assert record_of(monkeypatch, tmp_path, *track, **broken) == 1
+    assert "cpu" not in capsys.readouterr().out.splitlines()[-1]  # no row
+    assert json.loads((tmp_path / "record.json").read_text())["broken"]
+
+
+@pytest.mark.parametrize("flags", ["step --quick -- --num-blocks 1", "step --quick -- --learning-rate 1",
+                                   "learn --data x -- --init-from benchmarks/record.py", "learn", "x"])
+def test_what_the_rules_forbid_is_one_line(flags, tmp_path):
+    done = run("record.py", "--out", tmp_path, *flags.split())
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not [*tmp_path.iterdir()]
+
+
+def test_precision_of_dca_for_the_record(tmp_path):
+    """That of another program, as in tests/proteins/test_coevolution.py."""
+    import record
+    pytest.importorskip("gemmi")
+    for suffix in ("a3m", "pdb"):
+        shutil.copy(require_shared("data", "families", f"1WVN_A.{suffix}"), tmp_path)
+    assert record.dca_precision(tmp_path, ["1WVN_A"]) == pytest.approx(0.595, abs=5e-4)
+
+
+@pytest.mark.slow
+def test_a_record_of_a_tiny_step(tmp_path):
+    done = run("record.py", "step", "--quick", "--out", tmp_path, "--record", ROOT, "--", "--use-amp")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "record.json").read_text())["rows"]
+    assert [row["accurate"] for row in rows] == [True, True] and done.stdout.count("| `--use-amp` |") == 1
