@@ -4,14 +4,13 @@
     python benchmarks/measure_kernels.py --out OUT [--only REGEX] [--sizes 64 256]
 
 A row is one operation, size S (c 128, 4 heads, bf16; outer product: h 32, N 64 if not named) and
-implementation: ours, plain PyTorch, the same under torch.compile; for attention FlexAttention and SDPA; for
-the outer product the re-associated sums ("reordered") and, as ours, the library's products but for the
-projection and those two whose results it would copy ("layout"). Other people's kernels are in peers.py.
-Gates, key masks, LayerNorms and residuals are inside, whatever the implementation; the projections round
-attention in sub-layers alone. Forward and backward are one CUDA graph; all implementations of a size take
-turns. Errors are judged against float64: at most three times plain PyTorch's in the same precision, and two
-roundings of the largest element. Writes OUT/kernels.json. Exit code 1 if ours or layout fails or is not
-accurate.
+implementation: ours, plain PyTorch, the same under torch.compile; for the outer product the re-associated
+sums ("reordered") and, as ours, the library's products but for the projection and those two whose results it
+would copy ("layout"). A sub-layer is attention with its projections, gate and key mask. LayerNorms and
+residuals are inside, whatever the implementation. peers.py has attention alone, and other people's kernels.
+Forward and backward are one CUDA graph; all implementations of a size take turns. Errors are judged against
+float64: at most three times plain PyTorch's in the same precision, and two roundings of the largest element.
+Writes OUT/kernels.json. Exit code 1 if ours or layout fails or is not accurate.
 """
 import pathlib
 import re
@@ -30,14 +29,9 @@ from fusion_lab.training.files import NO_GPU, UserError, exit_code, finite, requ
 require_packages("measure_kernels.py", "torch", "triton")
 
 import torch
-import torch.nn.functional as F
 
 from fusion_lab.kernels import outer_product, transition
 from fusion_lab.kernels.attention import layer as attention_layer
-from fusion_lab.kernels.attention import operator as attention_operator
-from fusion_lab.kernels.attention.layout import views
-from fusion_lab.kernels.attention.padded_bias import MASKED
-from fusion_lab.kernels.library.attention_choice import flex_attend, prepare_flex_attention
 from fusion_lab.kernels.triangle_multiplication import operator as triangle_operator
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
@@ -47,37 +41,6 @@ from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
 from tests.kernels import references
 
 OURS, CHANNELS, HEADS = ("ours", "layout"), 128, 4
-
-
-def attention_implementations(axis):
-    """{name: function(packed (1, S, S, 4 c), gate_bias (c,), bias (1, H, S, S), keys (1, S))}"""
-    def parts(packed):
-        return views([packed], HEADS, axis)
-
-    def gated(out, gate, gate_bias):
-        out = out * (gate + gate_bias.view(HEADS, 1, -1)).sigmoid()
-        return out.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
-
-    def plain(packed, gate_bias, bias, keys):
-        q, k, v, g = parts(packed)
-        return gated(attention_operator.reference(q, k, v, bias, keys), g, gate_bias)
-
-    def flex(packed, gate_bias, bias, keys):
-        q, k, v, g = parts(packed)
-        bias = bias.masked_fill(~keys[:, None, None, :], MASKED)
-        return gated(flex_attend(q, k, v, bias), g, gate_bias)
-
-    def ours(packed, gate_bias, bias, keys):
-        return attention_operator.gated_attention([packed], HEADS, axis, bias, keys, gate_bias)
-
-    def sdpa(packed, gate_bias, bias, keys):
-        q, k, v, g = parts(packed)
-        mask = bias.masked_fill(~keys[:, None, None, :], MASKED)[:, None]
-        mask = mask.expand(-1, q.shape[1], -1, -1, -1).flatten(0, 1)  # SDPA's kernels want it for every row
-        out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask)
-        return gated(out.unflatten(0, q.shape[:2]), g, gate_bias)
-
-    return dict(plain=plain, compiled=plain, flex=flex, sdpa=sdpa, ours=ours)
 
 
 def called(call, plain, ours):
@@ -132,11 +95,6 @@ def present(size, normal):
     return mask
 
 
-def attention_tensors(size, normal):
-    return [normal(1, size, size, 4 * CHANNELS), normal(CHANNELS), normal(1, HEADS, size, size),
-            present(size, normal)]
-
-
 def multiplication_implementations():
     """{name: function(pair (1, S, S, c), seq_mask (1, S), *weights and biases) -> (1, S, S, c)}"""
     def call(function, pair, seq_mask, *weights):
@@ -164,8 +122,6 @@ def transition_tensors(size, normal):
 
 
 OPERATIONS = {  # name: (tensors of a size, implementations)
-    "attention, starting node": (attention_tensors, partial(attention_implementations, 2)),
-    "attention, ending node": (attention_tensors, partial(attention_implementations, 1)),
     "sub-layer, starting node": (layer_tensors, partial(layer_implementations, 2)),
     "sub-layer, ending node": (layer_tensors, partial(layer_implementations, 1)),
     "outer product": (partial(outer_tensors, 1, 64), outer_implementations),
@@ -173,7 +129,7 @@ OPERATIONS = {  # name: (tensors of a size, implementations)
     "triangle multiplication": (multiplication_tensors, multiplication_implementations),
     "pair transition": (transition_tensors, transition_implementations),
 }
-COMPILED = ("compiled", "flex", "reordered", "layout")  # by torch.compile
+COMPILED = ("compiled", "reordered", "layout")  # by torch.compile
 
 
 def step(function, tensors):
@@ -259,7 +215,6 @@ def main(argv=None):
     if not torch.cuda.is_available():
         raise UserError("needs a GPU", code=NO_GPU)
     device, rows = choose_device("cuda"), []
-    prepare_flex_attention(device)
     names = [name for name in OPERATIONS if re.search(arguments.only, name)]
     if not names:
         parser.error(f"no operation is left by --only {arguments.only!r}")

@@ -184,16 +184,13 @@ def main(argv=None):
     parser.add_argument("--steps", type=whole_number(), default=30, help="timed (default: %(default)s)")
     parser.add_argument("--root", metavar="DIR", nargs="+", default=[],
                         help="checkouts of this project to measure (default: this one)")
-    parser.add_argument("--alone", action="store_true", help="start a rung when the one before has ended: "
-                        "what compiles meanwhile disturbs what the compiler tunes by timing")
     parser.add_argument("--quick", action="store_true", help="a tiny shape, to try the script on a CPU")
     arguments = parser.parse_args(argv)
     if not (arguments.quick or torch.cuda.is_available()):
         raise UserError("needs a GPU; --quick tries the script on a CPU", code=NO_GPU)
     roots = {f" ({text})": checkout(text) for text in arguments.root} or {"": ROOT}
     shapes = [rungs_of(shape, arguments.only, roots) for shape in (["tiny"] if arguments.quick else SHAPES)]
-    groups = [[rung] for rungs in shapes for rung in rungs] if arguments.alone else [g for g in shapes if g]
-    if not groups:
+    if not any(shapes):
         parser.error(f"no rung is left by --only {arguments.only!r}")
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
@@ -202,8 +199,8 @@ def main(argv=None):
     about = dict(command=sys.argv, commits={str(root): commit(root) for root in roots.values()},
                  system_info=system_info(choose_device("auto")), date=time.strftime("%F"))
     rows = []
-    for group in groups:
-        for row in measured(group, arguments.steps):
+    for rungs in shapes:
+        for row in measured(rungs, arguments.steps):
             rows.append(row)
             if arguments.out:
                 write_json(path, finite(dict(about, rows=rows)))

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""What several GPUs of one host buy, and how long a sample one of them takes; everything on, in bf16.
+"""What several GPUs of one host buy, everything on, in bf16.
 
-    python benchmarks/measure_ranks.py --out OUT [--gpus 2] [--lengths 256 512 768] [--only REGEX]
+    python benchmarks/measure_ranks.py --out OUT [--gpus 2] [--only REGEX]
     python benchmarks/measure_ranks.py --out OUT --quick                # tiny sizes, Gloo on a CPU
 
-Data parallel: training runs on one GPU and, by torchrun, on several. At A, B and C every GPU has the batch
-that one had; "split" divides the batch of one, 8 samples or as many as can be divided, among all. Long
-samples: steps on one GPU, everything recomputed, each length in a process of its own (ladder_rung.py). Writes
-OUT/ranks.json and prints the gains in samples/s. Exit code 1 if a run failed, 4 without a GPU.
+Training runs on one GPU and, by torchrun, on several. At A, B and C every GPU has the batch that one had;
+"split" divides the batch of one, 8 samples or as many as can be divided, among all. Writes OUT/ranks.json and
+prints the gains in samples/s. Exit code 1 if a run failed, 4 without a GPU.
 """
 import os
 import pathlib
@@ -22,7 +21,7 @@ from fusion_lab.training import files
 files.quiet(__name__)
 
 import torch
-from measure_ladder import ULTRA, Rung, summary_of
+from measure_ladder import ULTRA, summary_of
 
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.files import NO_GPU, UserError, exit_code, write_json
@@ -34,7 +33,6 @@ SIZES = {  # name: (samples, flags)
     "B": (1, "--seq-len 256 --num-seqs 64"),
     "C": (1, "--seq-len 384 --num-seqs 128 --msa-dim 256 --msa-heads 8"),
 }
-LONG = "--batch-size 1 --num-seqs 128 --msa-dim 256 --msa-heads 8 --enable-activation-checkpointing"
 SPLIT = 8  # samples of A's size, at most; one for each GPU at least
 TINY = "--num-blocks 1 --seq-len 16 --num-seqs 4 --msa-dim 16 --pair-dim 16 --use-amp --device cpu"
 
@@ -76,14 +74,6 @@ def gains(rows):
     return cells
 
 
-def of_length(length, steps, quick):
-    """The row of steps of one sample of so many residues."""
-    flags = f"{TINY} --enable-activation-checkpointing" if quick else f"{LONG} {ULTRA}"
-    rung = Rung(f"S {length}", ROOT, [*flags.split(), "--seq-len", str(length)], steps)
-    rung.wait_until_ready()
-    return rung.finish() | dict(gpus=1, length=length)
-
-
 def line(row):
     label = f"{row['name']:6s} {row['gpus']} GPU{'s' * (row['gpus'] > 1):1s}"
     if "failed" in row:
@@ -96,11 +86,9 @@ def main(argv=None):
     parser = Parser(prog="measure_ranks.py", description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for ranks.json")
     parser.add_argument("--gpus", type=whole_number(2), default=2, help="of this host (default: %(default)s)")
-    parser.add_argument("--lengths", type=whole_number(), nargs="+", default=[256, 512, 768],
-                        help="residues of long samples (default: %(default)s)")
     parser.add_argument("--steps", type=whole_number(3), default=30, help="timed (default: %(default)s)")
     parser.add_argument("--only", default="", type=regular_expression,
-                        help='A, B, C, split, "S 256" and the like (default: all)')
+                        help="regular expression over A, B, C and split (default: all)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the script on a CPU")
     asked = parser.parse_args(argv)
     if not (asked.quick or torch.cuda.is_available()):
@@ -109,18 +97,14 @@ def main(argv=None):
     rows, result = [], dict(command=sys.argv, date=time.strftime("%F"),
                             system_info=system_info(choose_device("cpu" if asked.quick else "auto")))
     runs = [run for run in runs_of(asked.gpus, asked.quick) if re.search(asked.only, run[0])]
-    lengths = [length for length in asked.lengths if re.search(asked.only, f"S {length}")]
-    if not runs + lengths:
+    if not runs:
         parser.error(f"nothing is left by --only {asked.only!r}")
     for run in runs:
         rows.append(trained(*run, asked.steps))
         print(line(rows[-1]), flush=True)
         write_json(asked.out / "ranks.json", dict(result, rows=rows))
-    for length in lengths:
-        rows.append(of_length(length, asked.steps, asked.quick))
-        write_json(asked.out / "ranks.json", dict(result, rows=rows))
     print("\n".join(aligned(gains(rows))))
-    return int(any("failed" in row or not row.get("accurate", True) for row in rows))
+    return int(any("failed" in row for row in rows))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,8 @@ import torch
 
 from fusion_lab.measuring import clocks, contest
 from fusion_lab.training import files
-<<<<<<< HEAD
 from fusion_lab.training.program import load_program
-from tests.support import ROOT
-=======
 from tests.support import ROOT, require_shared
->>>>>>> 458f6cc (Records: one command checks a candidate and prints its row; a second track, seconds of training until DCA is beaten, with public families; puzzles 1 to 4 explain what somebody without Triton does not know)
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -50,8 +46,8 @@ def test_every_program_says_what_it_needs():
 
 @pytest.mark.slow
 @pytest.mark.interpreted
-@pytest.mark.parametrize("operation", ["attention, starting node", "sub-layer, ending node", "outer product",
-                                       "triangle multiplication", "pair transition"])
+@pytest.mark.parametrize("operation", ["sub-layer, starting node", "sub-layer, ending node",
+                                       "outer product", "triangle multiplication", "pair transition"])
 def test_what_is_timed_computes_the_same(operation):
     """In the interpreter, in float32; the compiler's ways are left out."""
     import measure_kernels
@@ -61,7 +57,7 @@ def test_what_is_timed_computes_the_same(operation):
     tensors.append(torch.randn_like(functions["plain"](*tensors)))
     exact = measure_kernels.step(functions["plain"], [
         t.double() if t.is_floating_point() else t for t in tensors])
-    for name in functions.keys() - {"compiled", "flex"}:
+    for name in functions.keys() - {"compiled"}:
         found = measure_kernels.errors(measure_kernels.step(functions[name], tensors), exact)
         assert all(error < 1e-4 for error in found), (name, found)
 
@@ -230,7 +226,7 @@ def test_companions_beside_their_peers(program, flags, tmp_path):
 
 @pytest.mark.slow
 def test_ranks(tmp_path):
-    done = run("measure_ranks.py", "--quick", "--steps", 3, "--lengths", 16, "--only", "A", "--out", tmp_path)
+    done = run("measure_ranks.py", "--quick", "--steps", 3, "--only", "A", "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "ranks.json").read_text())["rows"]
     assert [(row["name"], row["gpus"]) for row in rows] == [("A", 1), ("A", 2)]
