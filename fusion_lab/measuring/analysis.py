@@ -1,6 +1,5 @@
 """What a profiled run found, by sub-layer: fusion_analysis.json, and three sentences on what matters."""
 import os
-from datetime import datetime, timezone
 
 import numpy as np
 
@@ -8,9 +7,10 @@ from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.ranges import PHASES, REST, place_of
 from fusion_lab.measuring.roofline import flops_share
+from fusion_lab.measuring.summary import provenance
 from fusion_lab.measuring.trace import NOT_RECORDED, OUTSIDE, TraceAnalysis, read_trace
 from fusion_lab.training.files import finite, write_json
-from fusion_lab.training.machine import MEGABYTE, system_info
+from fusion_lab.training.machine import MEGABYTE
 
 ANALYSIS = "fusion_analysis.json"
 LAUNCH_BOUND, BUSY = 0.5, 0.85  # shares of the step: below, the GPU mostly waits; above, it mostly works
@@ -35,12 +35,9 @@ def analysis_of(trainer, found, times, peak, profiling):
     entries = sublayer_entries(trace, found, profiling.samples)
     inside = sum(e["share"] for e in entries if e["name"] != REST)
     outside = sum(e["share"] for e in entries if e["direction"] in (OUTSIDE, NOT_RECORDED))
-    configs = settings.as_dict()
     clock = "CPU time, without the profiler" if profiling.without else "CPU time, under the profiler"
     result = dict(
-        mode="pytorch_profiler", timestamp=datetime.now(timezone.utc).isoformat(),
-        **{key: configs[key] for key in ("config", "fusion_config", "training_params")},
-        profile_steps=trace.steps, system_info=system_info(trainer.device),
+        mode="pytorch_profiler", **provenance(settings, trainer.device), profile_steps=trace.steps,
         trace=os.path.basename(profiling.trace),
         time_kind="GPU time of kernels and copies" if trace.on_gpu else clock,
         unit="kernel" if trace.on_gpu else "operation", step=step,

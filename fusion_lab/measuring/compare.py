@@ -17,24 +17,21 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from fusion_lab.kernels.precision import amp_dtype
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.gains import Gain, gain_of_rounds
 from fusion_lab.measuring.probe import peak_of_two_steps, probe
 from fusion_lab.measuring.roctx import child_environment
-from fusion_lab.measuring.roofline import dtype_name
-from fusion_lab.measuring.summary import launch_kind
+from fusion_lab.measuring.summary import launch_kind, provenance
 from fusion_lab.measuring.variants import BASELINE, make_variants
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted, finite, read_json
 from fusion_lab.training.flags import command_line
-from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, require_memory, system_info
+from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, require_memory
 
 ROUNDS, SECONDS = 20, 60.0  # whichever ends first, where nobody says how many rounds
 FEWEST = 6  # rounds, from which on there is an interval of 95%
@@ -342,8 +339,4 @@ def about(program, settings, device):
     """What the JSON says beside the rows."""
     with torch.device("meta"):
         nominal = program.model(settings.model, program.fusion_config()).statistics()
-    configs = settings.as_dict()
-    training = dict(configs["training_params"], amp_dtype=dtype_name(amp_dtype(settings.training, device)))
-    return dict(timestamp=datetime.now(timezone.utc).isoformat(), config=configs["config"],
-                training_params=training, system_info=system_info(device), launch_kind=launch_kind(device),
-                nominal=nominal)
+    return dict(provenance(settings, device), launch_kind=launch_kind(device), nominal=nominal)

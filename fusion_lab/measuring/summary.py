@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 
 import torch
 
+from fusion_lab.kernels.precision import amp_dtype
 from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.gains import KEYS, gain_over_earlier
 from fusion_lab.measuring.probe import peak_megabytes
@@ -39,11 +40,17 @@ def summarise(trainer, found, losses, times, interrupted=None):
     performance.update(achieved_tflops=achieved and achieved / 1e12,
                        mfu=achieved and ceiling and achieved / ceiling,
                        matmul_ceiling_tflops=ceiling and ceiling / 1e12)
+    result = dict(version=program.version, **provenance(settings, device), performance_summary=performance,
+                  fusion_statistics=trainer.model.statistics(), evaluation={})
+    result["training_params"]["ranks"] = ranks
+    return result
+
+
+def provenance(settings, device):
+    """What every result says of itself: when, in which settings and on what it was measured."""
     configs = settings.as_dict()
-    configs["training_params"].update(amp_dtype=dtype_name(trainer.amp_dtype), ranks=ranks)
-    return dict(version=program.version, timestamp=datetime.now(timezone.utc).isoformat(), **configs,
-                performance_summary=performance, fusion_statistics=trainer.model.statistics(),
-                evaluation={}, system_info=system_info(device))
+    configs["training_params"]["amp_dtype"] = dtype_name(amp_dtype(settings.training, device))
+    return dict(timestamp=datetime.now(timezone.utc).isoformat(), **configs, system_info=system_info(device))
 
 
 def ceiling_above(achieved, device, dtype):

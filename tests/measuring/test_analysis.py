@@ -11,7 +11,6 @@ from fusion_lab.measuring.probe import Findings
 from tests.second_program import PROGRAM as SECOND
 
 MB = 2 ** 20
-INFO = dict(gpu_name=None, host_cpu="CPU|`1`", torch_version="2", git_commit=None)
 
 
 def event(category, name, thread, start, length, **arguments):
@@ -46,10 +45,9 @@ def gpu_trace():
     return events
 
 
-def analysed(events, directory, monkeypatch, samples=(), untraced=3, seconds=0.25e-3, **found):
+def analysed(events, directory, samples=(), untraced=3, seconds=0.25e-3, **found):
     """analysis_of() a run of five steps, of which some were timed before the profiler began."""
     (directory / "t.json").write_text(json.dumps(dict(traceEvents=events)))
-    monkeypatch.setattr(analysis, "system_info", lambda _: INFO)
     settings = SECOND.settings(width=8, batch_size=3, device="cpu")
     trainer = SimpleNamespace(program=SECOND, settings=settings, device=torch.device("cpu"))
     profiling = SimpleNamespace(trace=str(directory / "t.json"), without=untraced, samples=list(samples),
@@ -59,10 +57,10 @@ def analysed(events, directory, monkeypatch, samples=(), untraced=3, seconds=0.2
     return analysis.analysis_of(trainer, known, times, 2.0, profiling)
 
 
-def test_a_cpu_is_timed_without_the_profiler(tmp_path, monkeypatch):
+def test_a_cpu_is_timed_without_the_profiler(tmp_path):
     """Medians of the steps before the trace."""
     samples = [{"up": up, "forward": 1e-3} for up in (1e-3, 3e-3, 9e-3)]
-    found = analysed(cpu_trace(), tmp_path, monkeypatch, samples,
+    found = analysed(cpu_trace(), tmp_path, samples,
                      launches_by_range={("up", "forward"): 1, ("rest", "forward"): 2})
     up, rest = found["sublayers"]
     assert (up["name"], up["direction"], up["calls"], up["launches"]) == ("up", "forward", 1, 1)
@@ -81,13 +79,13 @@ def test_a_cpu_is_timed_without_the_profiler(tmp_path, monkeypatch):
     assert "`up`" in saved and "3.0 of 4.0 MB, 75%" in saved
 
 
-def test_a_run_that_the_profiler_saw_whole_says_so(tmp_path, monkeypatch):
-    found = analysed(cpu_trace(), tmp_path, monkeypatch, [{"up": 1e-3}] * 5, untraced=0)
+def test_a_run_that_the_profiler_saw_whole_says_so(tmp_path):
+    found = analysed(cpu_trace(), tmp_path, [{"up": 1e-3}] * 5, untraced=0)
     assert found["time_kind"] == "CPU time, under the profiler" and len(found["step"]["step_times"]) == 5
 
 
-def test_a_gpu_is_timed_by_its_kernels(tmp_path, monkeypatch):
-    found = analysed(gpu_trace(), tmp_path, monkeypatch)
+def test_a_gpu_is_timed_by_its_kernels(tmp_path):
+    found = analysed(gpu_trace(), tmp_path)
     table = {(e["name"], e["direction"]): e for e in found["sublayers"]}
     assert {place: e["total_us"] for place, e in table.items()} == {
         ("up", "backward"): 60.0, ("up", "forward"): 30.0, ("rest", "forward"): 10.0,
@@ -114,15 +112,15 @@ def test_shares_that_decide_on_a_gpu(busy, verdict):
     assert analysis.launch_arithmetic(1000, step, lost=True)["verdict"].startswith("undecided")
 
 
-def test_blocks_that_are_one_piece_have_no_heaviest_sublayer(tmp_path, monkeypatch):
+def test_blocks_that_are_one_piece_have_no_heaviest_sublayer(tmp_path):
     events = [e for e in cpu_trace() if e["name"] != "up"]
-    found = analysed(events, tmp_path, monkeypatch, [{"forward": 1e-3}] * 5, saved={})
+    found = analysed(events, tmp_path, [{"forward": 1e-3}] * 5, saved={})
     assert found["coverage"]["sublayers"] == 0 and len(found["findings"]) == 1
     assert "--disable-torch-compile" in found["findings"][0]
 
 
-def test_a_profiler_that_saw_no_kernel_finds_nothing_heavy(tmp_path, monkeypatch):
+def test_a_profiler_that_saw_no_kernel_finds_nothing_heavy(tmp_path):
     events = [e for e in gpu_trace() if e.get("cat") not in ("kernel", "gpu_memcpy")]
-    found = analysed(events, tmp_path, monkeypatch)
+    found = analysed(events, tmp_path)
     assert "6 launches and no kernel" in found["unrecorded"][0] and found["launch"] is None
     assert len(found["findings"]) == 1 and "3.0 of 4.0 MB" in found["findings"][0]

@@ -56,8 +56,8 @@ def session(tmp_path_factory):
     return directory, last_json(result), result.stdout
 
 
-OF_AN_ANALYSIS = {"mode", "timestamp", "config", "fusion_config", "training_params", "profile_steps",
-                  "system_info", "trace", "time_kind", "unit", "step", "sublayers",
+OF_AN_ANALYSIS = {"mode", "timestamp", "config", "fusion_config", "training_params", "profiler_config",
+                  "profile_steps", "system_info", "trace", "time_kind", "unit", "step", "sublayers",
                   "launches_per_step", "coverage", "kernels", "saved_activation_mb",
                   "flops_per_step", "flops_share", "memory_peak_mb", "launch", "unrecorded", "findings"}
 
