@@ -32,7 +32,6 @@ def results_directory(arguments, profiler):
     return claim(path, named, profiler.force)
 
 
-RESULT_FILES = dict(pytorch_profiler=ANALYSIS, ablation=f"{SUMMARY}.json")
 HEADLINES = ("mode", "findings", "step", "folders")
 STEP = ("untraced_ms", "p20_ms", "p80_ms", "gpu_busy_ms")  # of a session's step
 
@@ -57,9 +56,9 @@ def sessions(program, settings, arguments):
         names = ablation_names(program) if arguments.ablation else [GIVEN]  # beside the baseline
         rounds = getattr(arguments, "num_steps", None)
         result = ablation(program, settings, directory, names, rounds, **options)
-    else:
-        result = run_session(program, settings, directory, **options, earlier=earlier)
-    return result, os.path.join(directory, RESULT_FILES[result["mode"]])
+        return result, os.path.join(directory, f"{SUMMARY}.json")
+    result = run_session(program, settings, directory, **options, earlier=earlier)
+    return result, os.path.join(directory, ANALYSIS)
 
 
 def run(argv=None):
