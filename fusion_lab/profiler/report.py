@@ -179,7 +179,7 @@ def comparison_lines(comparison):
     lines = [f"## Against {escaped(comparison['before'])}", "",
              f"A step takes {before:.2f} -> {after:.2f} ms: {Gain.read(comparison).in_words()}. The sessions "
              "ran one after the other; how the machine changed between them is not in the interval, and "
-             f"--compare-v1 lets steps alternate. Different: {different}.", ""]
+             f"--compare-fusion lets steps alternate. Different: {different}.", ""]
     if len(set(comparison["time_kind"])) > 1:
         lines += [f"These are different clocks: {escaped(' and '.join(comparison['time_kind']))}.", ""]
     return [*lines, *markdown(comparison_rows(comparison["sublayers"], "sub-layer")), "",
