@@ -24,7 +24,7 @@ import torch
 
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.gains import Gain, gain_of_rounds
-from fusion_lab.measuring.probe import peak_of_two_steps, probe
+from fusion_lab.measuring.probe import peak_megabytes, probe
 from fusion_lab.measuring.roctx import child_environment
 from fusion_lab.measuring.summary import launch_kind, provenance
 from fusion_lab.measuring.variants import BASELINE, make_variants
@@ -143,7 +143,8 @@ class Candidate:
 
     def __init__(self, variant):
         self.variant, self.name, self.reason = variant, variant.name, variant.reason
-        self.trainer, self.counts, self.first_step_time, self.timer, self.losses = None, None, None, None, []
+        self.trainer, self.counts, self.timer, self.losses = None, None, None, []
+        self.first_step_time, self.peak = None, None
 
     def count(self, program, device, batch):
         """Make the trainer, whose weights follow from the seed alone, and count one of its steps. What other
@@ -158,8 +159,15 @@ class Candidate:
             trainer.step(batch).item()
             self.first_step_time = time.perf_counter() - started
             self.counts = probe(trainer, batch)
-            peak = peak_of_two_steps(trainer, batch, self.counts)
-        self.counts.peak_memory_mb = None if peak is None else peak - others / MEGABYTE
+            if device.type == "cuda":  # the peak of two steps, after one that makes what stays
+                trainer.step(batch)
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+                for _ in range(2):
+                    trainer.step(batch)
+                torch.cuda.synchronize(device)
+            peak = peak_megabytes(device, self.counts)
+        self.peak = None if peak is None else peak - others / MEGABYTE
         self.trainer, self.timer = trainer, PhaseTimer(device)
 
     def take_turn(self, number, batch):
@@ -190,7 +198,7 @@ class Candidate:
             median_forward_time=forward, median_backward_time=backward, median_optimizer_time=optimizer,
             first_step_time=self.first_step_time,
             samples_per_second=variant.settings.training.batch_size / median, **gain.as_dict(),
-            batch_time_reduction_percent=100 * (1 - 1 / gain.factor), peak_memory_mb=counts.peak_memory_mb,
+            batch_time_reduction_percent=100 * (1 - 1 / gain.factor), peak_memory_mb=self.peak,
             saved_activation_mb=counts.saved_mb, launches_per_step=counts.launches,
             flops_per_step=counts.flops, achieved_tflops=counts.flops / median / 1e12,
             first_loss=self.losses[0], final_loss=self.losses[rounds - 1])

@@ -25,7 +25,6 @@ class Findings:
     timeline: list | None = None    # (operation number, live bytes), on a CPU
     warmup_time: float | None = None  # s
     first_step_time: float | None = None  # s, compilation included
-    peak_memory_mb: float | None = None  # of a step by itself, where somebody measured that
     graph_kernels: int | None = None  # that a replay of the step's graph runs
     uncounted: str | None = None  # why launches could not be counted
     launches_by_range: dict | None = None  # by (sub-layer or "rest", direction or phase), on a CPU
@@ -113,18 +112,6 @@ def peak_megabytes(device, found):
     if device.type == "cuda":
         peak = max(peak or 0, torch.cuda.max_memory_allocated(device))
     return peak / MEGABYTE if peak is not None else None
-
-
-def peak_of_two_steps(trainer, batch, found):
-    """peak_megabytes() of steps by themselves: on a GPU two are run, after one that makes what stays."""
-    if trainer.device.type == "cuda":
-        trainer.step(batch)
-        torch.cuda.synchronize(trainer.device)
-        torch.cuda.reset_peak_memory_stats(trainer.device)
-        for _ in range(2):
-            trainer.step(batch)
-        torch.cuda.synchronize(trainer.device)
-    return peak_megabytes(trainer.device, found)
 
 
 @contextlib.contextmanager

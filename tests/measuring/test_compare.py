@@ -61,8 +61,7 @@ def simulated(monkeypatch, seconds, noise, seed):
                 mark()
             return loss
         candidate.trainer = SimpleNamespace(device=CPU, step=step)
-        candidate.counts = SimpleNamespace(peak_memory_mb=1.0, saved_mb=1.0, saved={}, launches=1, flops=1,
-                                           uncounted=None)
+        candidate.counts = SimpleNamespace(saved_mb=1.0, launches=1, flops=1, uncounted=None)
         candidates.append(candidate)
     ended = alternate(candidates, ["batch"], None, SimpleNamespace(signal=None))
     return [candidate.row(candidates[0]) for candidate in candidates], ended
