@@ -111,17 +111,6 @@ def test_the_shortest_chains(setup, sequence, capsys):
     assert said.err.count("warning: ") == 1 and json.loads(said.out.splitlines()[-1])["mode"] == "fold"
 
 
-def test_what_cannot_be_used_is_one_line(setup, capsys):
-    (setup / "bad.a3m").write_text(">q\nMKT\n>r\nMK\n")
-    for words, argv in {"bad.a3m: row 1": ["bad.a3m"], "must not be empty": [""],
-                        "--num-steps: not with --fold": ["x.a3m", "--num-steps", "5"],
-                        "not allowed with": ["x.a3m", "--contacts", "x.a3m"]}.items():
-        assert run(*argv) == 2
-        error = capsys.readouterr().err
-        assert words in error and len(error.splitlines()) == 1, error
-    assert not (setup / "fold").exists()
-
-
 def test_a_fold_that_is_not_finite_is_not_written(setup, monkeypatch):
     monkeypatch.setattr(folding, "folded", lambda *given: SimpleNamespace(atoms=a_fold() * float("nan")))
     assert run("x.a3m") == 1 and not list((setup / "fold").iterdir())

@@ -131,7 +131,7 @@ def test_without_the_flag_nothing_is_added_and_files_of_both_kinds_load(tmp_path
         assert read_model(tmp_path / name, tof.PROGRAM).config.orientations is (name == "wide")
 
 
-# --- Real proteins, and training -----------------------------------------------------------------------
+# --- Real proteins -----------------------------------------------------------------------
 
 def test_real_proteins_give_bins_of_their_crop():
     protein = family(length=20, unseen=[4])
@@ -144,14 +144,3 @@ def test_real_proteins_give_bins_of_their_crop():
     expected = bins_of(protein.backbone[start:start + 8, :3])
     assert torch.equal(batch["orientations"][0], expected) and (expected >= 0).any()
     assert all("orientations" not in batch for group in source.evaluation().values() for _, batch in group)
-
-
-def test_training_lowers_the_loss_of_orientations():
-    model, batch = model_of(orientations=True), a_batch()
-    optimizer, losses = torch.optim.Adam(model.parameters(), 1e-2), []
-    for _ in range(30):
-        losses.append(model(**batch)["orientation_loss"])
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < 0.9 * losses[0]
