@@ -3,6 +3,7 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from fusion_lab.training import reporting
@@ -29,6 +30,13 @@ def test_a_step_line():
     assert "| Memory:    n/a MB |" in step_line(trainer, torch.tensor(1.0), timer, None)
     trainer.world = World(size=2)
     assert " 640.0 samples/sec | Memory" in step_line(trainer, torch.tensor(1), timer, None)
+
+
+@pytest.mark.parametrize("times, slow", [
+    ([1, 1], False), ([1, 1, 2, 2], True), ([1, 1, 2, 2, 2, 2], False), ([2, 2, 1, 1], False),
+    ([1, 1, 2, 2, 1, 1, 2, 2], True)])
+def test_steps_that_get_slow_are_noticed_once(times, slow):
+    assert reporting.slowed(np.array(times), 2) == slow
 
 
 def test_the_last_line_is_shortened_from_behind(capsys):
