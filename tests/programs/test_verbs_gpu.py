@@ -270,7 +270,7 @@ def judged(directory, number=0, changes=(), **values):
             dict(name="only-idle", measured=False, reason="it is idle", fusion_config={})]
     rows[number].update(changes)
     good = dict(codes=[0], stdout="only-idle  not measured: it is idle\nWritten: table.json\n", stderr="",
-                seconds=1.0, results=[dict(variants=rows)])
+                results=[dict(variants=rows)])
     return judge(COMPARED, Run(**{**good, **values}), directory)
 
 

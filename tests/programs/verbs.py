@@ -62,7 +62,6 @@ class Run:
     codes: list
     stdout: str
     stderr: str
-    seconds: float
     results: list = field(default_factory=list)
     trouble: str | None = None  # why one is not there
 
@@ -96,7 +95,7 @@ def perform(verb, directory):
         if codes[-1] != 0:
             break
     stdout, stderr = ("".join(parts) for parts in zip(*outputs, strict=True))
-    run = Run(codes, stdout, stderr, time.monotonic() - started)
+    run = Run(codes, stdout, stderr)
     try:
         if verb.result:
             run.results.append(read(the_file(directory, verb.result)))
