@@ -6,12 +6,12 @@ import pathlib
 import signal
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
 from tests.support import gone, require_shared, wait_for
 
-pytest_plugins = "tests.times"
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 UNWRITTEN = "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"  # new memory: -1.7e38, no old result
 SECOND = pytest.StashKey()  # whether a session in the interpreter follows
@@ -83,6 +83,19 @@ def pytest_sessionfinish(session):
         done = subprocess.run(command, cwd=config.invocation_params.dir, check=False, env={
             **os.environ, "TRITON_INTERPRET": "1", "GLIBC_TUNABLES": UNWRITTEN})
         session.exitstatus = done.returncode if session.exitstatus in (0, nothing) else session.exitstatus
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Where the time went, by folder: beside what --durations says of single tests."""
+    seconds = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                seconds[report.nodeid.partition("::")[0].rpartition("/")[0]] += report.duration
+    if terminalreporter.config.getoption("durations"):
+        terminalreporter.section("seconds by folder")
+        for folder, took in seconds.most_common():
+            terminalreporter.line(f"{took:8.1f} {folder}")
 
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

@@ -1,7 +1,9 @@
-"""The workshop: every block of commands runs, at toy size.
+"""What documents tell people to type runs, at toy size: the workshop's commands and the notebook's cells.
 
 Each mode and tool is a process here, as users type it.
 """
+import json
+import os
 import re
 import shlex
 import shutil
@@ -60,3 +62,39 @@ def test_every_command_runs_at_toy_size(title, tmp_path):
         if "--compare-ultra" in command and not shutil.which("nvidia-smi"):
             expected = NO_GPU
         assert done.returncode == expected, f"{command}: {done.stderr[-2000:]}"
+
+
+# The notebook of the first hour, without Jupyter
+
+BOOK = json.loads((ROOT / "docs" / "first_hour.ipynb").read_text(encoding="utf-8"))
+FEW = "--demo --num-steps 8 --eval-every 4"
+CELLS = ["".join(cell["source"]).replace("--demo", FEW) for cell in BOOK["cells"]
+         if cell["cell_type"] == "code"]
+# What a kernel does: cells one after the other in one namespace. The first one is run twice, as people do.
+KERNEL = """
+import json, sys
+
+names = {"__name__": "__main__"}
+first, *others = json.load(sys.stdin)
+for source in (first, first, *others):
+    exec(compile(source, "cell", "exec"), names)
+"""
+
+
+def test_the_notebook_has_no_stored_outputs():
+    assert BOOK["nbformat"] == 4 and len({cell["id"] for cell in BOOK["cells"]}) == len(BOOK["cells"])
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in BOOK["cells"])
+
+
+@pytest.mark.slow
+def test_the_notebook_s_cells_run_in_order(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", KERNEL], input=json.dumps(CELLS), capture_output=True,
+                          text=True, cwd=ROOT / "docs", env=environment, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for words in ("In words: after step 8", "torch.Size([1, 32, 32])", "Training speed: ", "PASS",
+                  "Findings:"):
+        assert words in done.stdout, words
+    assert len(done.stdout.splitlines()) < 70
+    results = sorted(path.name for path in tmp_path.glob("first_hour_*/*"))
+    assert results == ["accuracy", "compare", "session", "train"]
