@@ -133,9 +133,9 @@ def profile(wrapper):
         say("can profile here" if verdict == OK else f"cannot profile here: {MEANING[verdict]}")
         return Outcome(verdict)
     if problems:
-        raise UserError("; ".join(what for _, what, _ in problems), verdict,
-                        ("cannot profile here; nothing was run.", *listed,
-                         "--dry-run shows the commands, --skip-preflight skips these checks."))
+        print(*map(files.printable, listed), sep="\n", file=sys.stderr)
+        raise UserError(f"nothing was run: {'; '.join(what for _, what, _ in problems)} (--dry-run shows the "
+                        "commands, --skip-preflight skips these checks)", verdict)
     files.claim(wrapper.directory, bool(options.output_dir), options.force, resumed=wrapper.continues)
     if wrapper.continues:  # only what this writes again
         for name in (os.path.basename(wrapper.records), *(command.log for command in commands)):
