@@ -54,7 +54,7 @@ def layer_implementations(axis):
     """{name: function(x (1, S, S, c), keys (1, S), head_weight, *weights and biases) -> (1, S, S, c)}"""
     def call(function, x, keys, head_weight, *weights):
         weights = attention_layer.Weights(*weights, head_weight)
-        return function(x, weights, HEADS, axis, key_mask=keys, residual=x)
+        return function(x, weights, HEADS, axis, key_mask=keys, onto=x)
     return called(call, references.attention_layer, attention_layer.attention_layer)
 
 
@@ -98,7 +98,7 @@ def present(size, normal):
 def multiplication_implementations():
     """{name: function(pair (1, S, S, c), seq_mask (1, S), *weights and biases) -> (1, S, S, c)}"""
     def call(function, pair, seq_mask, *weights):
-        return function(pair, weights, seq_mask, residual=pair)
+        return function(pair, weights, seq_mask, onto=pair)
     return called(call, triangle_operator.reference, triangle_operator.triangle_multiplication)
 
 

@@ -19,6 +19,7 @@ from torch import library
 from triton.runtime import driver
 
 from fusion_lab.kernels.ahead_of_time import start
+from fusion_lab.kernels.limits import CHANNELS_OF, takes
 from fusion_lab.kernels.precision import HALF
 
 NAMESPACE = "fusion_lab"
@@ -120,6 +121,22 @@ def check_shapes(*given):
     for name, tensor, *shapes in given:
         if tensor is not None and not any(tensor.shape == shape for shape in shapes):
             raise ValueError(f"{name} is {tuple(tensor.shape)}, but must be {' or '.join(map(str, shapes))}")
+
+
+def check_part(part, weight, channels, heads=1, side=None):
+    """ValueError for what the kernels of a part (limits.CHANNELS_OF) cannot take: the dtype of its weight, so
+    many channels or heads, or a side of so many channels."""
+    check_dtype(weight, part)
+    if not takes(part, channels, heads, *[side] * (side is not None)):
+        more = f" for {heads} heads" * (heads > 1) + (f" to sides of {side}" if side is not None else "")
+        raise ValueError(f"no Triton {part} of {channels} channels{more}, but of "
+                         f"{', '.join(map(str, CHANNELS_OF[part]))}")
+
+
+def check_onto(onto, x):
+    """ValueError for a sub-layer whose update shall be added to another tensor than its input."""
+    if onto is not None and onto is not x:
+        raise ValueError("onto must be the input itself, or None")
 
 
 def candidates(names, *values):

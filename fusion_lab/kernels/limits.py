@@ -1,27 +1,42 @@
 """What this project's Triton kernels take: fits() says which parts of the Evoformer run in them.
 
-At 256 channels under ultra, say, triangle multiplication and the bias of rows fit, attention between the
-library's projections, of a transition the gradient of its hidden layer alone, and of the outer product the
-sum over rows, unless its weight comes first. No torch: flags are judged before it is imported.
+What runs where with --enable-ultra in 16 bits on a GPU, by channels: of the pair for pair layers, of the MSA
+for the others. Heads have up to 128 channels; below, "library" is PyTorch's operations.
+
+    layer                      16, 32, 64 or 128           256                          any other number
+    attention, of all kinds    all of it in kernels        kernels between the          as with 256
+                                                           library's projections
+    row attention's bias       LayerNorm and projection    the same                     library
+    transitions                all of it in kernels        gradient of the hidden       library
+                                                           layer, the rest library
+    triangle multiplication    all but the large product   the same                     library
+    outer product, its sides   LayerNorm and projections   library                      library
+    outer product, behind      sum over rows; projection   sum over rows; the rest      as with 256
+      (channels of the pair)                               library
+
+Of few rows and many residues the outer product multiplies by its weight first, in library products alone
+(FusionConfig.weight_first). Without Triton, in float32 and on a CPU all of it is the library's.
+
+A twin in tiny_openfold/proteins/fast_evoformer.py asks fits() for its parts. The kernels themselves refuse
+what takes() does not say (common.check_part). No torch here: flags are judged before it is imported.
 """
 import importlib.util
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CHANNELS = (16, 32, 64, 128, 256)  # of a position: a program holds all of them, in a tile of a power of two
-LAYER_CHANNELS = CHANNELS[:-1]  # of a whole attention sub-layer: wider ones are faster by the library
+LAYER_CHANNELS = CHANNELS[:-1]  # of projections: wider ones are faster by the library
 MOST_HEADS = 64  # whose bias one kernel projects
 SIDES = (16, 32)  # channels of the outer product's whose weights' gradients fit into registers
 WIDEST_HEAD = 128  # of attention: a program holds all channels of a head
 SWITCH = "enable_triton_"
 UNTUNED = f"{SWITCH}adamw"  # has no tile sizes to choose from
-
-
 CHANNELS_OF = {  # a part of the Evoformer: channels of a position for which it has kernels
     "attention sub-layer": LAYER_CHANNELS,  # for other widths "attention", between the library's projections
-    "head bias": CHANNELS,  # LayerNorm and projection, of rows' attention
+    "projection": LAYER_CHANNELS,  # LayerNorm and projections before, or the projection behind a sub-layer
+    "head bias": CHANNELS,  # LayerNorm and the projection to heads, of rows' attention
     "sides": LAYER_CHANNELS,  # LayerNorm and projections of the outer product
-    "transition": LAYER_CHANNELS,  # from LayerNorm to residual; for other widths "two layers"
-    "two layers": CHANNELS,
+    "transition": LAYER_CHANNELS,  # all of it; for other widths "two layers"
+    "two layers": CHANNELS,  # the gradient of a transition's hidden layer
     "triangle multiplication": CHANNELS}
 
 

@@ -22,7 +22,7 @@ from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import (
     candidates,
-    check_dtype,
+    check_part,
     check_shapes,
     layer_norm,
     layer_norm_backward,
@@ -34,7 +34,6 @@ from fusion_lab.kernels.common import (
     store_rows,
     vector,
 )
-from fusion_lab.kernels.limits import takes
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 
@@ -162,7 +161,7 @@ def run(kernel, x, weight, launch):
     """launch(positions, configuration, options) with the tuner's choice; nothing for a fake x. ValueError for
     what kernels cannot take."""
     channels, h = x.shape[-1], len(weight) // 2
-    check(weight, channels, h)
+    check_part("sides", weight, channels, side=h)
     if is_fake(x):
         return
     positions = x[..., 0].numel()
@@ -234,12 +233,5 @@ def sides(x, norm_weight, norm_bias, weight, bias, eps=1e-5):
     check_shapes(("x", x, (*x.shape[:-1], c)), ("norm_weight", norm_weight, (c,)),
                  ("norm_bias", norm_bias, (c,)), ("bias", bias, (both,)))
     weight, bias = (t.to(product_dtype(x)).contiguous() for t in (weight, bias))
-    check(weight, c, both / 2)
+    check_part("sides", weight, c, side=both / 2)
     return Sides.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight, bias, eps)
-
-
-def check(weight, channels, h):
-    """ValueError for weights that the kernels cannot take: their dtype, so many channels, and of a side."""
-    check_dtype(weight, "projections of sides")
-    if not takes("sides", channels, side=h):
-        raise ValueError(f"no Triton projections of {channels} channels to sides of {h}")

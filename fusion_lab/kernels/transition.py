@@ -32,13 +32,12 @@ from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import (
     below,
     candidates,
-    check_dtype,
+    check_part,
     check_shapes,
     from_the_end,
     load_rows,
     operation,
 )
-from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 
@@ -227,9 +226,6 @@ def checked(x, w1, b1, w2, b2):
 
 def check(weight, channels, units):
     """ValueError for weights that the kernel cannot take: their dtype, so many channels, hidden units."""
-    check_dtype(weight, "gradient of a hidden layer")
-    if channels not in CHANNELS:
-        raise ValueError(f"no Triton gradient of a hidden layer from {channels} channels, but from "
-                         f"{', '.join(map(str, CHANNELS))}")
+    check_part("two layers", weight, channels)
     if units % UNIT:
         raise ValueError(f"{units} hidden units are no multiple of {UNIT}")

@@ -33,13 +33,13 @@ def stored_scores(length):
 
 
 def multiplication(channels, length):
-    """Triangle multiplication with a mask, dropout and a residual, of whole tiles or not; also recomputed."""
-    run(problems.multiplication, 1, length, channels, True, 2, "x", 1, True)
+    """Triangle multiplication added to the pair, with a mask and dropout, of whole tiles or not; also recomputed."""
+    run(problems.multiplication, 1, length, channels, True, 2, True, 1, True)
     c, pair = channels, empty(1, length, length, channels)
     weights = [empty(c), empty(c), empty(4 * c, c), empty(4 * c), empty(c), empty(c), empty(c, c), empty(c),
                empty(c, c), empty(c)]
     triangle_operator.triangle_multiplication(
-        pair, weights, torch.ones(1, length), residual=pair, drop=torch.ones(1, 1, length, c),
+        pair, weights, torch.ones(1, length), onto=pair, drop=torch.ones(1, 1, length, c),
         recompute=True).sum().backward()
 
 
@@ -120,7 +120,7 @@ LAUNCHES = {
         run, problems.short_products, 48, side, outgoing)
        for side in (16, 48, 64) for outgoing in (True, False)},
     **{f"attention sub-layer, c {c}": (run, problems.sub_layer, 1, 64, 64, c, 4, 2, "own", False, True, 1)
-       for c in (64, 128, 256)},
+       for c in (64, 128)},
     "attention sub-layer without dropout": (
         run, problems.sub_layer, 1, 64, 64, 128, 4, 2, "own", False, True, None),
     "odd projections": (run, problems.sub_layer, 2, 7, 7, 128, 4, 1, "own", False, True, 2),

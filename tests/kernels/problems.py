@@ -1,6 +1,6 @@
 """Every function of kernels with a derivative, as problems for rule.violations(): (ours, plain, tensors).
 
-    violations(*made("outer product", torch.bfloat16, "residual"))
+    violations(*made("outer product", torch.bfloat16, "added"))
 
 FAMILIES has a function for each, which makes a problem of a dtype and sizes, and sizes by names. A GPU is
 given others (test_kernels_gpu.py). Whatever is no gradient's tensor, masks and dropout, is drawn inside.
@@ -80,7 +80,7 @@ def attention_from_python(dtype, S, masked=True, B=1, N=3, H=2, D=16, bias_dtype
 
 
 def sub_layer(dtype, B, X, Y, c, heads, axis, maker, masked, adds, shared, **options):
-    """maker: "own" if LayerNorm(x) makes the bias, "given", or None; adds: whether x is the residual."""
+    """maker: "own" if LayerNorm(x) makes the bias, "given", or None; adds: whether to x."""
     torch.manual_seed(0)
     length = (X, Y)[axis - 1]
     tensors = drawn(dtype, (B, X, Y, c), (c,), (c,), (4 * c, c), (c,), (c, c), (c,), (heads, c),
@@ -115,7 +115,7 @@ def head_bias(dtype, shape, heads):
     return ours, plain, tensors
 
 
-def output_project(dtype, shape, channels, residual, shared, scale=1.0):
+def output_project(dtype, shape, channels, adds, shared, scale=1.0):
     """Without a derivative of its own."""
     torch.manual_seed(0)
     out = (*shape[:3], channels)
@@ -129,7 +129,7 @@ def output_project(dtype, shape, channels, residual, shared, scale=1.0):
         found = projections.OUTPUT_PROJECT_OP(*(t.detach() for t in given), *[None] * (4 - len(given)),
                                               factors, scale)
         return WithPlainGradients.apply(found, plain(*given))
-    return ours, plain, drawn(dtype, shape, (channels, shape[-1]), (channels,), *[out] * residual)
+    return ours, plain, drawn(dtype, shape, (channels, shape[-1]), (channels,), *[out] * adds)
 
 
 def outer_first(dtype, samples, rows, size, h, channels, packed, scale=1.0, adds=False, **options):
@@ -177,23 +177,20 @@ def transition_layer(dtype, shape, units, **options):
     return partial(transition.layer, **options), references.transition_layer, tensors
 
 
-def multiplication(dtype, B, S, c, outgoing, masked, residual, shared, biased, **options):
-    """masked: dimensions of the mask; residual: "x", "another" or None; biased: whether projections are."""
+def multiplication(dtype, B, S, c, outgoing, masked, adds, shared, biased, **options):
+    """masked: dimensions of the mask; adds: whether to x; biased: whether projections are."""
     torch.manual_seed(0)
     pair = (B, S, S, c)
-    tensors = drawn(dtype, pair, (c,), (c,), (4 * c, c), (4 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,),
-                    pair)
+    tensors = drawn(dtype, pair, (c,), (c,), (4 * c, c), (4 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,))
     for n in (1, 5):  # weights of both LayerNorms
         tensors[n] = 1 + 0.3 * tensors[n]
     mask = None if masked is None else torch.rand([B, S, S][:masked]) > 0.25
     drop = dropout(pair, shared)
 
     def run(function, **options):
-        def call(x, *rest):
-            *weights, another = rest
+        def call(x, *weights):
             weights = [w if biased or n not in (3, 7, 9) else None for n, w in enumerate(weights)]
-            return function(x, weights, mask, outgoing, 1e-5, dict(x=x, another=another).get(residual),
-                            cast(drop, x), **options)
+            return function(x, weights, mask, outgoing, 1e-5, x if adds else None, cast(drop, x), **options)
         return call
     return run(trimul.triangle_multiplication, **options), run(trimul.reference), tensors
 
@@ -265,7 +262,7 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
     "head bias": (head_bias, {  # shape of x, heads
         "two samples, odd": ((2, 7, 5, 16), 3), "whole tiles": ((2, 8, 16, 32), 4),
         "many heads, one position": ((1, 1, 1, 128), 17)}),
-    "output projection": (output_project, {  # shape of og, c, residual, dropout shared along, bias's scale
+    "output projection": (output_project, {  # shape of og, c, added, dropout shared along, scale of bias
         "rows dropped": ((2, 5, 7, 32), 32, True, 1),
         "columns dropped": ((2, 7, 5, 16), 16, True, 2),
         "no dropout": ((1, 3, 13, 64), 128, True, None),
@@ -277,8 +274,8 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
         "lines of tiles, columns dropped": ((2, 3, 128, 16), 32, True, 2),
         "scaled bias, wide": ((2, 3, 5, 256), 16, True, None, 0.3),
         "scaled bias, odd width, update alone": ((1, 4, 7, 48), 32, False, None, 0.3)}),
-    "outer product": (outer_first, {  # B, N, S, h, c, packed, scale, whether there is a residual
-        "residual": (2, 7, 9, 8, 16, True, 0.3, True),
+    "outer product": (outer_first, {  # B, N, S, h, c, packed, scale, whether it is added
+        "added": (2, 7, 9, 8, 16, True, 0.3, True),
         "two samples, odd": (2, 7, 9, 8, 12, True, 0.3),
         "many rows": (1, 77, 5, 16, 16, False),
         "odd widths": (1, 3, 13, 6, 20, False),
@@ -287,7 +284,7 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
         "whole tiles": (2, 16, 8, 32, 16, True),
         "parts of lines": (1, 5, 2, 128, 8, False),
         "whole tiles, few rows": (1, 5, 16, 32, 24, True, 0.3),
-        "residual, not by the kernel": (1, 3, 5, 8, 20, False, 0.3, True)}),
+        "added, not by the kernel": (1, 3, 5, 8, 20, False, 0.3, True)}),
     "sides": (sides, {  # shape of x, channels of a side
         "two samples, odd": ((2, 3, 7, 32), 16), "several tiles": ((1, 3, 70, 16), 32),
         "many channels": ((1, 2, 37, 128), 16)}),
@@ -300,17 +297,17 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
         "two samples, odd": ((2, 5, 7, 32), 128), "several shares": ((1, 3, 130, 16), 64),
         "whole tiles": ((2, 8, 16, 32), 64), "units no multiple of a tile": ((1, 3, 11, 16), 192),
         "several tiles a program, odd": ((3, 9, 13, 16), 256)}),
-    "multiplication": (multiplication, {  # B, S, c, outgoing, dims of mask, residual, dropout along, biases
-        "small": (1, 5, 16, True, 2, "x", 1, True),
-        "outgoing": (2, 13, 32, True, 2, "x", 1, True),
-        "incoming": (1, 13, 32, False, 2, "x", 2, True),
-        "both sides masked": (2, 5, 16, True, 3, "another", None, True),
-        "update alone": (1, 17, 16, False, 3, None, None, False),
-        "no mask": (1, 16, 64, True, None, "x", None, True),
-        "one residue": (1, 1, 16, False, 2, None, 1, True),
-        "a whole tile": (2, 16, 16, False, 2, "x", 1, True),
-        "parts of lines": (1, 64, 16, True, 2, "x", 2, True),
-        "whole tiles, but not of lines": (1, 48, 16, False, 3, "x", 1, True)}),
+    "multiplication": (multiplication, {  # B, S, c, outgoing, dims of mask, added, dropout along, biases
+        "small": (1, 5, 16, True, 2, True, 1, True),
+        "outgoing": (2, 13, 32, True, 2, True, 1, True),
+        "incoming": (1, 13, 32, False, 2, True, 2, True),
+        "both sides masked": (2, 5, 16, True, 3, True, None, True),
+        "update alone": (1, 17, 16, False, 3, False, None, False),
+        "no mask": (1, 16, 64, True, None, True, None, True),
+        "one residue": (1, 1, 16, False, 2, False, 1, True),
+        "a whole tile": (2, 16, 16, False, 2, True, 1, True),
+        "parts of lines": (1, 64, 16, True, 2, True, 2, True),
+        "whole tiles, but not of lines": (1, 48, 16, False, 3, True, 1, True)}),
     "multiplication from Python": (multiplication_from_python, {  # S, c, direction, masked
         "outgoing": (5,), "incoming": (5, 16, "incoming"), "no mask": (5, 16, "incoming", False)}),
     "short products": (short_products, {  # matrices, S, outgoing

@@ -15,10 +15,10 @@ def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bia
             None if head_weight is None else F.linear(x, head_weight).permute(0, 3, 1, 2))
 
 
-def output_project(og, weight, bias, residual=None, drop=None, scale=1.0):
+def output_project(og, weight, bias, onto=None, drop=None, scale=1.0):
     update = F.linear(og, weight, bias * scale)
     update = update if drop is None else update * drop
-    return update if residual is None else residual + update
+    return update if onto is None else onto + update
 
 
 def gated_attention(x, heads, axis, bias=None, key_mask=None, gate_bias=None):
@@ -29,13 +29,13 @@ def gated_attention(x, heads, axis, bias=None, key_mask=None, gate_bias=None):
     return out.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
 
 
-def attention_layer(x, weights, heads, axis, bias=None, key_mask=None, eps=1e-5, residual=None, drop=None):
+def attention_layer(x, weights, heads, axis, bias=None, key_mask=None, eps=1e-5, onto=None, drop=None):
     norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, head_weight = weights
     y, own_bias = norm_project(x, norm_weight, norm_bias, weight, head_weight, eps)
     if own_bias is not None:
         bias = own_bias.mT if axis == 1 else own_bias
     og = gated_attention(y, heads, axis, bias, key_mask, gate_bias)
-    return output_project(og, out_weight, out_bias, residual, drop)
+    return output_project(og, out_weight, out_bias, onto, drop)
 
 
 def padded_bias(bias, keys, LP, dtype, transpose):
@@ -51,9 +51,9 @@ def bias_gradient(partial_sums, length, dtype, transpose):
     return (out.mT if transpose else out).contiguous()
 
 
-def outer_first(left, right, weight, bias, scale=1.0, residual=None):
+def outer_first(left, right, weight, bias, scale=1.0, onto=None):
     update = F.linear(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2), weight, bias) * scale
-    return update if residual is None else residual + update
+    return update if onto is None else onto + update
 
 
 def sides(x, norm_weight, norm_bias, weight, bias, eps=1e-5):

@@ -29,7 +29,7 @@ TWO = dict(x=(3, 16), w1=(64, 16), b1=(64,), w2=(16, 64), b2=(16,))
 TRANSITION = dict(TWO, x=(1, 2, 3, 16), norm_weight=(16,), norm_bias=(16,))
 TRIANGLE = dict(pair=(1, 4, 4, 16), norm_weight=(16,), norm_bias=(16,), in_weight=(64, 16), in_bias=(64,),
                 center_weight=(16,), center_bias=(16,), out_weight=(16, 16), out_bias=(16,),
-                gate_weight=(16, 16), gate_bias=(16,), mask=(1, 4), residual=None, drop=None)
+                gate_weight=(16, 16), gate_bias=(16,), mask=(1, 4), drop=None)
 
 
 def attend(**given):
@@ -44,8 +44,8 @@ def attend_parts(**given):
     return attention.gated_attention([given.pop(name) for name in "qkvg"], 2, 2)
 
 
-def multiply(pair, mask, residual, drop, **weights):
-    return triangle_multiplication(pair, Weights(**weights), mask, residual=residual, drop=drop)
+def multiply(pair, mask, drop, **weights):
+    return triangle_multiplication(pair, Weights(**weights), mask, drop=drop)
 
 
 CALLS = {  # name: the call, sizes that it takes
@@ -93,18 +93,17 @@ REFUSED = [  # a call, sizes that are wrong, how the line begins
     ("outer product", dict(weight=(16, 32)), "weight is (16, 32), but must be (16, 64)"),
     ("outer product", dict(bias=(8,)), "bias is (8,), but must be (16,)"),
     ("heads", dict(head_weight=(2, 32)), "head_weight is (2, 32), but must be (2, 16)"),
-    ("heads", dict(head_weight=(65, 16)), "no Triton projection for 65 heads"),
-    ("output", dict(og=(1, 2, 3, 40), weight=(16, 40)), "no Triton output projection of 40 channels"),
+    ("heads", dict(head_weight=(65, 16)), "no Triton head bias of 16 channels for 65 heads"),
+    ("output", dict(og=(1, 2, 3, 40), weight=(16, 40)), "no Triton projection from 40 channels"),
     ("sides", dict(x=(1, 2, 3, 32)), "x is (1, 2, 3, 32), but must be (1, 2, 3, 16)"),
     ("sides", dict(norm_weight=(8,)), "norm_weight is (8,)"), ("sides", dict(bias=(16,)), "bias is (16,)"),
-    ("sides", dict(weight=(16, 16), bias=(16,)), "no Triton projections of 16 channels to sides of 8"),
+    ("sides", dict(weight=(16, 16), bias=(16,)), "no Triton sides of 16 channels to sides of 8"),
     ("two layers", dict(b1=(70,)), "b1 is (70,), but must be (64,)"),
     ("two layers", dict(w1=(70, 16), b1=(70,), w2=(16, 70)), "70 hidden units are no multiple of 64"),
     ("two layers", dict(x=(3, 48), w1=(64, 48), w2=(48, 64), b2=(48,)),
-     "no Triton gradient of a hidden layer"),
+     "no Triton two layers of 48 channels"),
     ("transition", dict(norm_weight=(32,)), "norm_weight is (32,), but must be (16,)"),
     ("triangle", dict(mask=(1, 5)), "mask is (1, 5), but must be (1, 4) or (1, 4, 4)"),
-    ("triangle", dict(residual=(1, 4, 4, 8)), "residual is (1, 4, 4, 8)"),
     ("triangle", dict(drop=(1, 4, 4, 16)), "drop is (1, 4, 4, 16)"),
     ("triangle", dict(in_bias=(16,)), "in_bias is (16,), but must be (64,)"),
 ]

@@ -122,7 +122,7 @@ def test_the_same_bits_compiled_with_a_checkpoint_and_without_gradients(family):
 @pytest.mark.full
 @pytest.mark.parametrize("family, case", [
     ("sub-layer", "ending node"), ("sub-layer", "MSA rows"),
-    pytest.param("transition", "two samples, odd", marks=pytest.mark.sample), ("outer product", "residual"),
+    pytest.param("transition", "two samples, odd", marks=pytest.mark.sample), ("outer product", "added"),
     ("multiplication", "outgoing"), ("multiplication", "incoming")])
 def test_recomputing_gives_the_same_bits_from_less_memory(family, case):
     results, kept = [], []
@@ -153,7 +153,7 @@ def test_a_call_that_was_kept_gives_the_bits_of_a_new_one(family, Call):
 @pytest.mark.full
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", [name for name in FUNCTIONS if name != "attention"])
-def test_autocast_rounds_products_and_not_the_residual(family, low):
+def test_autocast_rounds_products_and_not_what_they_are_added_to(family, low):
     """Gradients have the dtypes of what they belong to."""
     ours, plain, tensors = made(family, torch.float32, first(family))
     exact = plain(*(t.double() for t in tensors))

@@ -47,8 +47,8 @@ PROBLEMS = {  # (what makes a problem, what it is given behind the dtype, at siz
         S, True, 2, 5, 4, 32, torch.float32)),
     "attention without a mask, from Python": (problems.attention_from_python, lambda S: (S, False)),
     "heads of 48, from Python": (problems.attention_from_python, lambda S: (S, True, 1, 5, 2, 48)),
-    "outgoing": (problems.multiplication, lambda S: (1, S, 128, True, 2, "x", 1, True)),
-    "incoming": (problems.multiplication, lambda S: (1, S, 64, False, 2, "x", 2, True)),
+    "outgoing": (problems.multiplication, lambda S: (1, S, 128, True, 2, True, 1, True)),
+    "incoming": (problems.multiplication, lambda S: (1, S, 64, False, 2, True, 2, True)),
     "multiplication, from Python": (problems.multiplication_from_python, lambda S: (S, 128, "incoming")),
     "two layers": (problems.two_layers, lambda S: ((2, 5, S, 128), 512)),
     "two layers, wide": (problems.two_layers, lambda S: ((1, 3, S, 256), 1024)),
@@ -62,7 +62,7 @@ PROBLEMS = {  # (what makes a problem, what it is given behind the dtype, at siz
     "outer layout": (problems.outer_first, lambda S: (1, 128, S, 32, 128, True)),
     "outer layout, two samples": (problems.outer_first, lambda S: (2, 16, S, 32, 128, False)),
     "outer layout, odd": (problems.outer_first, lambda S: (2, 37, S, 12, 72, True)),
-    "outer layout, residual": (problems.outer_first, lambda S: (1, 64, S, 32, 128, True, 0.1, True)),
+    "outer layout, added": (problems.outer_first, lambda S: (1, 64, S, 32, 128, True, 0.1, True)),
     "sides": (problems.sides, lambda S: ((1, 64, S, 64), 32)),
     "sides, two samples, many channels": (problems.sides, lambda S: ((2, 5, S, 128), 32)),
     "sides, few channels": (problems.sides, lambda S: ((1, 3, S, 16), 16)),
@@ -82,10 +82,10 @@ EVERY_TILE = {  # kernels of candidates: (how many, problems)
         (problems.outer_first, each) for each in (
             (1, 128, 64, 32, 128, True), (2, 16, 128, 32, 128, True), (1, 37, 64, 32, 72, True),
             (1, 37, 65, 12, 72, True))]),
-    "norm": (len(projections.NORM_PROJECT[False]), [  # also where weights stay
+    "norm": (len(projections.NORM_PROJECT), [  # also where weights stay
         each for shape in ((1, 128, 256, 128), (2, 93, 127, 128), (2, 64, 128, 64)) for each in (
             (problems.head_bias, (shape, 4)), (problems.transition_layer, (shape, 4 * shape[-1])))]),
-    "output": (len(projections.OUTPUT_PROJECT[False]), [
+    "output": (len(projections.OUTPUT_PROJECT), [
         (problems.output_project, each) for each in (
             ((1, 64, 128, 512), 128, True, 1), ((2, 37, 65, 1024), 128, True, None, 0.1),
             ((2, 37, 64, 256), 64, False, None))]),
@@ -95,7 +95,8 @@ EVERY_TILE = {  # kernels of candidates: (how many, problems)
     "attention": (9, [(problems.attention, LONG), (problems.attention, (1, 70, 200, *LONG[3:])),
                       (problems.attention, (2, 70, 64, *LONG[3:])),
                       (problems.sub_layer, (2, 64, 64, 128, 4, 1, "own", True, True, 2))]),
-    "multiplication": (8, [(problems.multiplication, (1, S, 128, True, 2, "x", 1, True)) for S in (77, 128)]),
+    "multiplication": (8, [(problems.multiplication, (1, S, 128, True, 2, True, 1, True))
+                           for S in (77, 128)]),
 }
 
 

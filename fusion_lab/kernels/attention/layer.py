@@ -1,9 +1,9 @@
 """A whole attention sub-layer: the projections of projections round the kernels of operator.py.
 
     y = LayerNorm(x) W^T; bias = LayerNorm(x) Wh^T, or is given, or there is none
-    out = residual + drop * (softmax(q k^T scale + bias + key_bias) v sigmoid(gate + gate_bias) Wo^T + bo)
+    out = [onto +] drop * (softmax(q k^T scale + bias + key_bias) v sigmoid(gate + gate_bias) Wo^T + bo)
 
-x, residual, out (B, X, Y, c), attention along X or Y; W (4 c, c): q, k, v and gate below each other; Wh
+x, out (B, X, Y, c), onto x itself, attention along X or Y; W (4 c, c): q, k, v and gate below each other; Wh
 (H, c). What lies between the kernels is written once and read as it lies: y as (B, X, Y, 4 c), attention's
 output as (B, X, Y, c), their gradients alike; the head bias as (B, H, X, Y), of which attention along X takes
 the transpose. Saved for backward: x, y, attention's output and statistics, the padded bias, its transpose
@@ -19,7 +19,7 @@ from fusion_lab.kernels import projections
 from fusion_lab.kernels.attention import bias_gradient, call, output_backward
 from fusion_lab.kernels.attention.layout import views
 from fusion_lab.kernels.attention.operator import padded_bias
-from fusion_lab.kernels.common import check_shapes
+from fusion_lab.kernels.common import check_onto, check_shapes
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 
@@ -47,12 +47,12 @@ class Weights(NamedTuple):
 
 
 class AttentionLayer(torch.autograd.Function):
-    """attention_layer() with its derivative; settings: number of heads, axis, eps; whether the residual is x,
-    so that output_project_kernel adds it; whether backward reads a transposed bias; whether it recomputes."""
+    """attention_layer() with its derivative; settings: number of heads, axis, eps; whether the update is
+    added to x, by output_project_kernel; whether backward reads a transposed bias; whether it recomputes."""
 
     @staticmethod
     def forward(ctx, x, bias, key_mask, drop, settings, *weights):
-        heads, axis, ctx.eps, ctx.add, transpose, ctx.recompute = settings
+        heads, axis, ctx.eps, ctx.adds, transpose, ctx.recompute = settings
         ctx.settings = heads, axis, (x.shape[-1] // heads) ** -0.5
         w, sizes = Weights(*weights), (len(x), x.shape[3 - axis], heads, x.shape[axis])
         y, own_bias = projections.NORM_PROJECT_OP(x, w.norm_weight, w.norm_bias, w.weight, w.head_weight,
@@ -64,7 +64,7 @@ class AttentionLayer(torch.autograd.Function):
         ctx.save_for_backward(x, drop, None if ctx.recompute else y, padded, transposed, key_bias, og, lse,
                               *weights)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return projections.OUTPUT_PROJECT_OP(og, w.out_weight, w.out_bias, x if ctx.add else None, drop)
+        return projections.OUTPUT_PROJECT_OP(og, w.out_weight, w.out_bias, x if ctx.adds else None, drop)
 
     @staticmethod
     @once_differentiable
@@ -92,30 +92,28 @@ class AttentionLayer(torch.autograd.Function):
         own, dbias = (dbias, None) if own_bias else (None, dbias)
         dx, dnorm_weight, dnorm_bias, dweight, dhead_weight = projections.norm_project_backward(
             dy, own, x, w.norm_weight, w.norm_bias, w.weight, w.head_weight, ctx.eps,
-            gradient if ctx.add else None)
+            gradient if ctx.adds else None)
         return (dx, dbias, None, None, None, dnorm_weight, dnorm_bias, dweight, dgate_bias, dout_weight,
                 dout_bias, dhead_weight)
 
 
-def attention_layer(x, weights, heads, axis, bias=None, key_mask=None, eps=1e-5, residual=None, drop=None,
+def attention_layer(x, weights, heads, axis, bias=None, key_mask=None, eps=1e-5, onto=None, drop=None,
                     recompute=False):
-    """Attention along axis 1 or 2 of LayerNorm(x), (B, X, Y, c), as an update or added to the residual,
-    by the kernel where that is x itself.
+    """Attention along axis 1 or 2 of LayerNorm(x), (B, X, Y, c), as an update or, given onto, added to
+    that, which must be x itself.
 
     weights: Weights. Its head_weight makes the bias of LayerNorm(x) (then X = Y; for axis 1 the transpose is
     taken), or the bias (B, H, L, L), nowhere below -1e9, is given, or there is none. key_mask (B, L), or
     (B, R, L) for each row, 1 = present; drop: factors that broadcast to x, without a gradient. Under autocast
-    the products are made in its dtype, and the sum in that of the residual.
+    the products are made in its dtype, and the sum in that of x.
     """
-    add, drop, weights = residual is x, projections.widened(drop, x.shape[-1]), Weights(*weights)
+    drop, weights = projections.widened(drop, x.shape[-1]), Weights(*weights)
+    check_onto(onto, x)
     if bias is not None and weights.head_weight is not None:
         raise ValueError("bias and head_weight: either makes the bias")
     if weights.head_weight is not None and x.shape[1] != x.shape[2]:
         raise ValueError(f"x is {tuple(x.shape)}, but must be (B, X, X, c) to make the bias from")
     weights.check(x.shape[-1], heads)
-    check_shapes(("residual", residual, tuple(x.shape)))
-    if residual is not None and not add:
-        return residual + attention_layer(x, weights, heads, axis, bias, key_mask, eps, None, drop, recompute)
-    settings = heads, axis, eps, add, call.reads_transposed_bias(x.shape[axis]), recompute
+    settings = heads, axis, eps, onto is x, call.reads_transposed_bias(x.shape[axis]), recompute
     return AttentionLayer.apply(x.contiguous(), bias, key_mask, drop, settings,
                                 *weights.cast(product_dtype(x)))

@@ -18,6 +18,8 @@ from torch import Tensor
 from fusion_lab.kernels import projections, tuner
 from fusion_lab.kernels.common import (
     below,
+    candidates,
+    check_part,
     lines,
     load_columns,
     load_rows,
@@ -26,7 +28,8 @@ from fusion_lab.kernels.common import (
     store_rows,
     store_sums,
 )
-from fusion_lab.kernels.projections import factors, tiles
+from fusion_lab.kernels.projections import OF_OUTPUT
+from fusion_lab.kernels.projections.kernels import factors
 from fusion_lab.kernels.reductions import sums
 
 SAMPLE, ALONG_X, ALONG_Y, HEAD = (tl.constexpr(n) for n in range(4))  # of a tuple of strides
@@ -108,16 +111,14 @@ def attention_output_backward_kernel(
                 head_delta = tl.zeros((BM,), tl.float32)
 
 
-TILES = {  # (BM, BK, warps, stages) by whether there are more than 128 channels
-    False: tiles("BK", (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2),
-                      (32, 64, 4, 3), (128, 64, 8, 2)),
-    True: tiles("BK", (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2))}
+TILES = candidates(OF_OUTPUT, (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2),
+                   (32, 64, 4, 3), (128, 64, 8, 2))
 
 
 def looked_up(positions, channels, dtype):
     """What the tuner goes by: the kernel's name, the class of its arguments, its candidates."""
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels}"
-    return attention_output_backward_kernel.__name__, shape, TILES[channels > 128]
+    return attention_output_backward_kernel.__name__, shape, TILES
 
 
 @sums.constant
@@ -139,7 +140,7 @@ class Results(NamedTuple):
 def launch(dupdate, weight, drop, out, gate, gate_bias, results, axis):
     """Fill the results. out and do are contiguous; gate and dgate views (B, R, H, L, D) of tensors (B, X, Y,
     wide)."""
-    projections.check(weight, len(weight))
+    check_part("projection", weight, len(weight))
     do, dgate, delta, du, bias_sums, gate_bias_sums = results
     positions, (X, Y), C = dupdate.numel() // len(weight), dupdate.shape[1:3], len(weight)
     sample, x, head, y = delta.stride()

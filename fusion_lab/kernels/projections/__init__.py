@@ -33,7 +33,7 @@ from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import (
     candidates,
-    check_dtype,
+    check_part,
     check_shapes,
     lines,
     operation,
@@ -41,47 +41,40 @@ from fusion_lab.kernels.common import (
     processors,
     shared_dtype,
 )
-from fusion_lab.kernels.limits import CHANNELS, MOST_HEADS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.projections import kernels
-from fusion_lab.kernels.projections.kernels import factors as factors  # for attention/output_backward.py
 from fusion_lab.kernels.reductions import sums
 
 # --------------------------------------------------------------------------------------------------------
-# Tiles, {whether there are more than 128 channels: candidates}; the first of each fits every GPU
+# Tiles, of which the tuner chooses; the first of each list fits every GPU
 # --------------------------------------------------------------------------------------------------------
 
-
-def tiles(chunk, *values):
-    """Candidates from (BM, chunk, warps, stages), where chunk names the second: "BN" or "BK"."""
-    return candidates(("BM", chunk, "num_warps", "num_stages"), *values)
-
-
 LEAST = 16  # tl.dot takes no tile with fewer channels
-NAMES = ("BM", "BN", "num_warps", "num_stages", "STAY")
-NORM_PROJECT = {
-    False: candidates(NAMES, *((*tile, False) for tile in (
-        (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3))),
-        (64, 128, 8, 3, True), (64, 64, 8, 3, True)),
-    True: candidates(NAMES, *((*tile, False) for tile in (
-        (32, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 3), (128, 32, 8, 2))))}
-NORM_PROJECT_BACKWARD = {
-    False: tiles("BN", (64, 64, 8, 2), (64, 32, 4, 2), (64, 128, 8, 2), (64, 64, 8, 3), (128, 32, 8, 2),
-                      (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4)),
-    True: tiles("BN", (32, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3))}
-OUTPUT_PROJECT = {
-    False: tiles("BK", (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (64, 128, 4, 2),
-                      (64, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (64, 64, 4, 4)),
-    True: tiles("BK", (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 3))}
+WIDE = 256  # channels of which there is a head bias alone, so that BN says nothing
+NAMES = ("BM", "BN", "num_warps", "num_stages")
+OF_OUTPUT = ("BM", "BK", "num_warps", "num_stages")
+NORM_PROJECT = candidates((*NAMES, "STAY"), *((*tile, False) for tile in (
+    (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3))),
+    (64, 128, 8, 3, True), (64, 64, 8, 3, True))
+NORM_PROJECT_WIDE = candidates((*NAMES, "STAY"), (32, 32, 4, 2, False), (64, 32, 8, 2, False),
+                               (64, 32, 8, 3, False), (128, 32, 8, 2, False))
+NORM_PROJECT_BACKWARD = candidates(NAMES, (64, 64, 8, 2), (64, 32, 4, 2), (64, 128, 8, 2), (64, 64, 8, 3),
+                                   (128, 32, 8, 2), (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4))
+NORM_PROJECT_BACKWARD_WIDE = candidates(NAMES, (32, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3))
+OUTPUT_PROJECT = candidates(OF_OUTPUT, (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3),
+                            (64, 128, 4, 2), (64, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4),
+                            (128, 64, 4, 3), (64, 64, 4, 4))
 CANDIDATES = dict(norm_project_kernel=NORM_PROJECT, norm_project_backward_kernel=NORM_PROJECT_BACKWARD,
                   output_project_kernel=OUTPUT_PROJECT)
+CANDIDATES_WIDE = dict(norm_project_kernel=NORM_PROJECT_WIDE,
+                       norm_project_backward_kernel=NORM_PROJECT_BACKWARD_WIDE)
 
 
 def looked_up(name, positions, channels, other, dtype):
     """What the tuner goes by: a kernel's name, the class of its arguments, its candidates. other: the
     projection's width beside `channels`, N or K."""
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{other}"
-    return name, shape, CANDIDATES[name][channels > 128]
+    return name, shape, (CANDIDATES_WIDE if channels == WIDE else CANDIDATES)[name]
 
 
 @sums.constant
@@ -111,16 +104,6 @@ def whole_tiles(shape, width, options):
     return math.prod(shape[1:3]) % options["BM"] == 0 and width % options["BN"] == 0
 
 
-def check(weight, channels, heads=0):
-    """ValueError for what these kernels cannot take."""
-    check_dtype(weight, "projection")
-    if channels not in CHANNELS:
-        raise ValueError(f"no Triton projection of {channels} channels, but of "
-                         f"{', '.join(map(str, CHANNELS))}")
-    if heads > MOST_HEADS:
-        raise ValueError(f"no Triton projection for {heads} heads, but for up to {MOST_HEADS}")
-
-
 # --------------------------------------------------------------------------------------------------------
 # Launchers: what each operator runs
 # --------------------------------------------------------------------------------------------------------
@@ -133,6 +116,16 @@ def sizes_of(x, weight, head_weight):
                 N=0 if weight is None else len(weight), HEADS=padded_width(heads) if heads else 0)
 
 
+def checked(weight, head_weight, channels):
+    """The weight that kernels with a LayerNorm go by. ValueError for what they cannot take."""
+    heads = 1 if head_weight is None else len(head_weight)
+    if weight is None:
+        check_part("head bias", head_weight, channels, heads)
+        return head_weight
+    check_part("projection", weight, channels, heads)
+    return weight
+
+
 def norm_project(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor | None,
                  head_weight: Tensor | None, eps: float, hidden_bias: Tensor | None = None,
                  after: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -141,8 +134,7 @@ def norm_project(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tens
     (B, X, Y, C), sizes = x.shape, sizes_of(x, weight, head_weight)
     y = x.new_empty(0) if weight is None else weight.new_empty(B, X, Y, sizes["N"])
     head_bias = x.new_empty(0) if head_weight is None else head_weight.new_empty(B, sizes["H"], X, Y)
-    given = head_weight if weight is None else weight
-    check(given, C, sizes["H"])
+    given = checked(weight, head_weight, C)
 
     def launch(grid, options):
         stay = options["STAY"] and sizes["N"] % options["BN"] == 0 < sizes["N"]
@@ -160,8 +152,8 @@ def norm_project_gradients(dy: Tensor | None, dbias: Tensor | None, x: Tensor,
     sums (count, 2 + H [+ 1], c) of the gradients of norm_weight, norm_bias, head_weight [and, if total, of
     handed_on]. parameters: norm_weight, norm_bias, weight, head_weight. count: from programs()."""
     norm_weight, norm_bias, weight, head_weight = parameters
-    given, sizes, C = head_weight if weight is None else weight, sizes_of(x, weight, head_weight), x.shape[-1]
-    check(given, C, sizes["H"])
+    sizes, C = sizes_of(x, weight, head_weight), x.shape[-1]
+    given = checked(weight, head_weight, C)
     dx, normed = x.new_empty(x.shape), given.new_empty((0,) if weight is None else (sizes["P"], C))
     partial_sums = x.new_empty(count, 2 + sizes["H"] + total, C, dtype=torch.float32)
 
@@ -180,9 +172,9 @@ def output_project(og: Tensor, weight: Tensor, bias: Tensor, onto: Tensor | None
     """out (B, X, Y, c) of og (B, X, Y, k)."""
     out = (weight if onto is None else onto).new_empty(*og.shape[:-1], len(weight))
     (*_, X, Y, channels), width = out.shape, og.shape[-1]
-    check(weight, channels)
+    check_part("projection", weight, channels)
     if not takes_inner(width):
-        raise ValueError(f"no Triton output projection of {width} channels (but of multiples of {LEAST})")
+        raise ValueError(f"no Triton projection from {width} channels, but from multiples of {LEAST}")
     strides = zip("bxy", drop_strides(drop, out), strict=True)
     sizes = dict(P=out.numel() // channels, X=X, Y=Y, K=width,
                  **{f"drop_stride_{name}": stride for name, stride in strides})

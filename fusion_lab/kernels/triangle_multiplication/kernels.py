@@ -183,16 +183,16 @@ def triangle_multiplication_back_kernel(
         out_weight, out_bias,  # (C, C), (C,)
         gate_weight, gate_bias,  # (C, C), (C,)
         drop,  # (B, S, S, C) by its strides; channels are contiguous
-        residual,  # (P, C)
+        onto,  # (P, C), to which the update is added
         out,  # (P, C) out
         normed_product, statistics,  # out: LN(product) (P, C); its mean, 1 / std (2, B SP SP), float32
         S, SP, channel_stride, eps, drop_stride_b, drop_stride_i, drop_stride_j,
-        OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, RESIDUAL: tl.constexpr,
+        OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, ONTO: tl.constexpr,
         SAVE: tl.constexpr, OUT: tl.constexpr, NO_PADDING: tl.constexpr, LINES: tl.constexpr,
         C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Forward, behind the product: the result of BM positions.
 
-        out = residual + drop * (LN(product) Wo^T + bo) * sigmoid(LN(pair) Wg^T + bg)
+        out = [onto +] drop * (LN(product) Wo^T + bo) * sigmoid(LN(pair) Wg^T + bg)
 
     SAVE: write normed_product, which backward reads. OUT: write out; recomputation for backward does not.
     """
@@ -201,8 +201,8 @@ def triangle_multiplication_back_kernel(
     product, statistics = product + start, statistics + start
     if SAVE:
         normed_product += start * C
-    if RESIDUAL:
-        residual += start * C
+    if ONTO:
+        onto += start * C
     dtype: tl.constexpr = out_weight.dtype.element_ty
     channels, chunk = tl.arange(0, C), tl.arange(0, BC)
     # LayerNorm of the product; the tiles of LN(product) and LN(pair) stay for all chunks
@@ -217,7 +217,7 @@ def triangle_multiplication_back_kernel(
     if not OUT:
         return
 
-    # BC channels at a time. Dropout and residual are loaded before the products: they arrive meanwhile.
+    # BC channels at a time. Dropout and onto are loaded before the products: they arrive meanwhile.
     for c0 in range(0, C, BC):
         chunk, next_chunk = c0 + tl.arange(0, BC), (c0 + BC) % C + tl.arange(0, BC)
         next_out_bias = load_bias(out_bias, next_chunk, OUT_BIAS)  # (BC,)
@@ -225,15 +225,15 @@ def triangle_multiplication_back_kernel(
         if DROP:
             factor = load_columns(drop, b * drop_stride_b + i * drop_stride_i + j * drop_stride_j, inside,
                                   chunk, 1).to(tl.float32)  # (BM, BC)
-        if RESIDUAL:
-            residual_tile = load_columns(residual, p, inside, chunk, C)  # (BM, BC)
+        if ONTO:
+            onto_tile = load_columns(onto, p, inside, chunk, C)  # (BM, BC)
         at = chunk[:, None] * C + channels[None, :]  # (BC, C)
         value = project(n, tl.load(out_weight + at), chunk_out_bias, OUT_BIAS)  # (BM, BC)
         value *= sigmoid(project(x, tl.load(gate_weight + at), chunk_gate_bias, GATE_BIAS))
         if DROP:
             value *= factor
-        if RESIDUAL:
-            value += residual_tile.to(tl.float32)
+        if ONTO:
+            value += onto_tile.to(tl.float32)
         store_columns(out, p, inside, chunk, C, value)
         chunk_out_bias, chunk_gate_bias = next_out_bias, next_gate_bias
 
@@ -317,15 +317,15 @@ def output_gate_part(dprojected, gate_weight, p, inside, C: tl.constexpr, BM: tl
 def pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, padded_p, inside,
                   channel_stride, ADD_GRADIENT: tl.constexpr, dtype: tl.constexpr, C: tl.constexpr,
                   BM: tl.constexpr):
-    """(BM, C) in float32: LayerNorm's derivative of dx (BM, C), with ADD_GRADIENT the residual's added."""
+    """(BM, C) in float32: LayerNorm's derivative of dx (BM, C), with ADD_GRADIENT out's gradient added."""
     channels = tl.arange(0, C)
     x, mean, rstd = (load_columns(pair, p, inside, channels, C), tl.load(statistics + padded_p),
                      tl.load(statistics + channel_stride + padded_p))  # (BM, C), (BM,), (BM,)
     if ADD_GRADIENT:
-        residual_gradient = load_columns(gradient, p, inside, channels, C)  # (BM, C)
+        out_gradient = load_columns(gradient, p, inside, channels, C)  # (BM, C)
     d = norm_gradient(dx, x, mean, rstd, norm_weight, partial_sums, channels, dtype, C, BM)
     if ADD_GRADIENT:
-        d += residual_gradient.to(tl.float32)
+        d += out_gradient.to(tl.float32)
     return d
 
 
@@ -336,7 +336,7 @@ def triangle_multiplication_front_backward_kernel(
         in_weight, in_bias,  # (4 C, C), (4 C,): left, right, left's gate, right's gate
         mask,  # (B, S, S) by its strides; (B, S) has stride 0 along the other axis
         sides, dsides,  # (2 C, B, SP, SP) each: left, right, and their gradients
-        statistics, gradient,  # (2, B SP SP): pair's mean, 1 / std; (P, C): of the residual
+        statistics, gradient,  # (2, B SP SP): pair's mean, 1 / std; (P, C): of out
         dprojected,  # (P, 5 C) in and out: gradients of left, right, their gates, and (in) the output gate
         dpair,  # (P, C) out
         partial_sums,  # (programs, 6, C) out: of norm_weight's, norm_bias's, in_bias's (4)

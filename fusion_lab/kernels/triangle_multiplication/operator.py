@@ -2,7 +2,7 @@
 
     x = LN(pair);  side = (x W^T + b) * sigmoid(x G^T + g) * mask    for left and right
     product[i, j] = sum over k of left[i, k] right[j, k]             incoming: left[k, i] right[k, j]
-    out = residual + drop * (LN(product) Wo^T + bo) * sigmoid(x Wg^T + bg)
+    out = [onto +] drop * (LN(product) Wo^T + bo) * sigmoid(x Wg^T + bg)
 
 Letters: B samples, S residues, c channels, P = B S S positions; SP is S rounded up to 16. What the batched
 GEMM multiplies lies channel first, (., B, SP, SP), with zeros beyond S: every row is aligned and every tile
@@ -11,7 +11,7 @@ whole. Programs own BM positions of these planes and take BC channels at a time.
 Forward, 12 passes over a tensor of pair's size:
     front                   LayerNorm, projections, gates: both sides
     product                 by the BLAS library, or products.py where S is short
-    back                    LayerNorm, projection, gate, dropout, residual: out
+    back                    LayerNorm, projection, gate, dropout, what it adds to: out
 Backward, 34 passes (33 where S is short, whose two products are one kernel):
     back_backward           the product's gradient
     two products            the sides' gradients
@@ -38,13 +38,13 @@ from fusion_lab.kernels.calls import Call
 from fusion_lab.kernels.common import (
     candidates,
     cdiv,
-    check_dtype,
+    check_onto,
+    check_part,
     check_shapes,
     lines,
     operation,
     shared_dtype,
 )
-from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 from fusion_lab.kernels.triangle_multiplication import kernels
@@ -67,10 +67,7 @@ class Weights(NamedTuple):
 
     def check(self, c):
         """ValueError with what is wrong."""
-        check_dtype(self.in_weight, "triangle multiplication")
-        if c not in CHANNELS:
-            raise ValueError(f"no Triton triangle multiplication of {c} channels, but of "
-                             f"{', '.join(map(str, CHANNELS))}")
+        check_part("triangle multiplication", self.in_weight, c)
         sizes = (c,), (c,), (4 * c, c), (4 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,)
         check_shapes(*zip(self._fields, self, sizes, strict=True))
 
@@ -104,7 +101,7 @@ CANDIDATES = dict(triangle_multiplication_front_kernel=FRONT, triangle_multiplic
                   triangle_multiplication_front_backward_kernel=FRONT_BACKWARD)
 
 
-def reference(pair, weights, mask=None, outgoing=True, eps=1e-5, residual=None, drop=None):
+def reference(pair, weights, mask=None, outgoing=True, eps=1e-5, onto=None, drop=None):
     """The same in plain PyTorch; arguments as in triangle_multiplication()."""
     c, w = pair.shape[-1], Weights(*weights)
     x = F.layer_norm(pair, (c,), w.norm_weight, w.norm_bias, eps)
@@ -120,7 +117,7 @@ def reference(pair, weights, mask=None, outgoing=True, eps=1e-5, residual=None, 
     product = F.layer_norm(product, (c,), w.center_weight, w.center_bias, eps)
     update = F.linear(product, w.out_weight, w.out_bias) * F.linear(x, w.gate_weight, w.gate_bias).sigmoid()
     update = update if drop is None else update * drop
-    return update if residual is None else residual + update
+    return update if onto is None else onto + update
 
 
 def padded(S):
@@ -154,7 +151,7 @@ class Given(NamedTuple):
     pair: Tensor
     mask: Tensor | None
     drop: Tensor | None
-    residual: Tensor | None = None
+    onto: Tensor | None = None
     after: Tensor | None = None
 
 
@@ -168,11 +165,12 @@ class Saved(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """save: whether there will be a backward, for forward; residual_is_pair: for backward."""
+    """save: whether there will be a backward, for forward; adds: whether the update is added to pair, for
+    backward."""
     outgoing: bool
     eps: float = 0.0
     save: bool = False
-    residual_is_pair: bool = False
+    adds: bool = False
 
 
 class Multiplication(Call):
@@ -188,7 +186,7 @@ class Multiplication(Call):
 
     def describe(self, given, dtype, biases, settings):
         """dtype: of weights; biases: which there are."""
-        pair, mask, drop, residual, _ = given
+        pair, mask, drop, _, _ = given
         super().__init__(pair)
         (self.B, self.S, _, self.C), self.settings = pair.shape, settings
         self.SP = padded(self.S)
@@ -214,10 +212,10 @@ class Multiplication(Call):
     def grid(self, config):
         return (self.positions // config["BM"],)
 
-    def result(self, pair, residual, exists):
+    def result(self, pair, onto, exists):
         """Room for out, or for nothing."""
         return pair.new_empty(pair.shape if exists else 0,
-                              dtype=self.dtype if residual is None else residual.dtype)
+                              dtype=self.dtype if onto is None else onto.dtype)
 
     def planes(self, number):
         """Room for so many tensors of C channels, channel first: (number C, B, SP, SP)."""
@@ -233,7 +231,7 @@ class Multiplication(Call):
         """[out; for backward statistics, LN(pair), LN(product), the product, both sides].
 
         LN(product) and the sides are empty unless settings say save; out is, if there is given.after."""
-        pair, mask, drop, residual, after = given
+        pair, mask, drop, onto, after = given
         norm_weight, norm_bias, in_weight, in_bias, *behind = weights
         save, makes_out = self.settings.save, after is None
         normed, sides = self.new(self.P, self.C), self.planes(2)
@@ -243,10 +241,10 @@ class Multiplication(Call):
                    lambda: dict(self.mask, eps=self.settings.eps))
         product = triangle_products.multiply(sides, self.outgoing, self.bound)
         sides = sides if save else self.planes(0)  # their memory may be out's
-        out, normed_product = self.result(pair, residual, makes_out), self.new(self.P, self.C * save)
+        out, normed_product = self.result(pair, onto, makes_out), self.new(self.P, self.C * save)
         self.start(kernels.triangle_multiplication_back_kernel,
-                   (product, normed, *behind, drop, residual, out, normed_product, statistics[2:]),
-                   lambda: dict(self.drop, eps=self.settings.eps, RESIDUAL=residual is not None, SAVE=save,
+                   (product, normed, *behind, drop, onto, out, normed_product, statistics[2:]),
+                   lambda: dict(self.drop, eps=self.settings.eps, ONTO=onto is not None, SAVE=save,
                                 OUT=makes_out))
         return [out, statistics, normed, normed_product, product, sides]
 
@@ -275,7 +273,7 @@ class Multiplication(Call):
         self.start(kernels.triangle_multiplication_front_backward_kernel,
                    (pair, normed, norm_weight, behind[2], in_weight, in_bias, mask, sides, dsides,
                     statistics, gradient, dprojected, dpair, front_sums),
-                   lambda: dict(self.mask, ADD_GRADIENT=self.settings.residual_is_pair), summed=True)
+                   lambda: dict(self.mask, ADD_GRADIENT=self.settings.adds), summed=True)
         return [dpair, dprojected, dout, front_sums, back_sums]
 
 
@@ -299,12 +297,11 @@ def forward(tensors: list[Tensor | None], outgoing: bool, eps: float, save: bool
     return Multiplication.of(tensors, outgoing, eps, save).forward(tensors[:GIVEN], tensors[GIVEN:])
 
 
-def backward(tensors: list[Tensor | None], outgoing: bool, residual_is_pair: bool,
-             programs: list[int]) -> list[Tensor]:
+def backward(tensors: list[Tensor | None], outgoing: bool, adds: bool, programs: list[int]) -> list[Tensor]:
     """Multiplication.backward() as an operator; tensors: Given, Weights, Saved, gradient."""
     end = GIVEN + len(Weights._fields)
     *saved, gradient = tensors[end:]
-    return Multiplication.of(tensors, outgoing, 0.0, False, residual_is_pair).backward(
+    return Multiplication.of(tensors, outgoing, 0.0, False, adds).backward(
         gradient, tensors[:GIVEN], tensors[GIVEN:end], saved, programs)
 
 
@@ -317,10 +314,10 @@ class TriangleMultiplication(torch.autograd.Function):
     and both sides. settings: Settings, recompute."""
 
     @staticmethod
-    def forward(ctx, pair, mask, drop, residual, settings, *weights):
+    def forward(ctx, pair, mask, drop, settings, *weights):
         ctx.settings, recompute = settings
-        outgoing, eps, save, residual_is_pair = ctx.settings
-        given = Given(pair, mask, drop, pair if residual_is_pair else residual)
+        outgoing, eps, save, adds = ctx.settings
+        given = Given(pair, mask, drop, pair if adds else None)
         out, *saved = FORWARD_OP([*given, *weights], outgoing, eps, save and not recompute)
         ctx.save_for_backward(pair, mask, drop, *([None] * 5 if recompute else saved), *weights)
         return out
@@ -330,14 +327,13 @@ class TriangleMultiplication(torch.autograd.Function):
     def backward(ctx, gradient):
         pair, mask, drop, *saved = ctx.saved_tensors
         saved, weights = saved[:5], Weights(*saved[5:])
-        outgoing, eps, _, residual_is_pair = ctx.settings
+        outgoing, eps, _, adds = ctx.settings
         if saved[0] is None:  # recompute
             _, *saved = FORWARD_OP([*Given(pair, mask, None, None, gradient), *weights], outgoing, eps, True)
         (B, S, _, c), dtype = pair.shape, shared_dtype(weights.of_sums())
         counts = [programs(name, B, S, c, weights.in_weight.dtype) for name in SUMMING]
         dpair, dprojected, dout, *partial_sums = BACKWARD_OP(
-            [*Given(pair, mask, drop), *weights, *saved, gradient.contiguous()], outgoing, residual_is_pair,
-            counts)
+            [*Given(pair, mask, drop), *weights, *saved, gradient.contiguous()], outgoing, adds, counts)
         _, normed, normed_product, _, _ = saved
         # Gradients of all weights: two products over positions, and the partial sums added up
         din_weight, dgate_weight = (dprojected.t() @ normed).split([4 * c, c])  # (4 c, c), (c, c)
@@ -348,25 +344,24 @@ class TriangleMultiplication(torch.autograd.Function):
         found = Weights(dnorm_weight, dnorm_bias, din_weight, din_bias, dcenter_weight, dcenter_bias,
                         dout_weight, dout_bias, dgate_weight, dgate_bias)
         dweights = [None if w is None else d.to(w.dtype) for d, w in zip(found, weights, strict=True)]
-        return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, None, *dweights
+        return dpair, None, None, None, *dweights
 
 
-def triangle_multiplication(pair, weights, mask=None, outgoing=True, eps=1e-5, residual=None, drop=None,
+def triangle_multiplication(pair, weights, mask=None, outgoing=True, eps=1e-5, onto=None, drop=None,
                             recompute=False):
-    """The update of pair (B, S, S, c), or residual + drop * update; see the formula above.
+    """The update of pair (B, S, S, c), or onto + drop * update; see the formula above.
 
     weights: Weights. mask (B, S), 0 = missing, takes residues out of the sum; a mask (B, S, S) multiplies
-    both sides. residual: pair itself or a tensor like it; drop (B, 1, S, c) or (B, S, 1, c): factors.
+    both sides. onto: pair itself, or None; drop (B, 1, S, c) or (B, S, 1, c): factors.
     recompute: save pair alone and run forward once more in backward. No gradients for mask and drop, no
     second derivatives. ValueError for what the kernels cannot take.
     """
-    dtype, residual_is_pair, (B, S, _, c) = product_dtype(pair), residual is pair, pair.shape
+    check_onto(onto, pair)
+    dtype, (B, S, _, c) = product_dtype(pair), pair.shape
     weights = Weights(*weights).cast(dtype)
     weights.check(c)
     check_shapes(("pair", pair, (B, S, S, c)), ("mask", mask, (B, S), (B, S, S)),
-                 ("drop", drop, (B, 1, S, c), (B, S, 1, c)), ("residual", residual, (B, S, S, c)))
+                 ("drop", drop, (B, 1, S, c), (B, S, 1, c)))
     mask, drop = (None if t is None else t.to(dtype).contiguous() for t in (mask, drop))
-    residual = None if residual_is_pair or residual is None else residual.contiguous()
-    settings = Settings(outgoing, eps, torch.is_grad_enabled(), residual_is_pair)
-    return TriangleMultiplication.apply(pair.contiguous(), mask, drop, residual, (settings, recompute),
-                                        *weights)
+    settings = Settings(outgoing, eps, torch.is_grad_enabled(), onto is pair)
+    return TriangleMultiplication.apply(pair.contiguous(), mask, drop, (settings, recompute), *weights)

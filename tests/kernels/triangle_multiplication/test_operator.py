@@ -11,11 +11,11 @@ pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 def test_saves_what_it_says():
     """pair, LN(pair), LN(product); product and sides on planes of 16 by 16, as statistics are."""
-    ours, _, tensors = multiplication(torch.float32, 1, 13, 32, True, None, "x", None, True)
+    ours, _, tensors = multiplication(torch.float32, 1, 13, 32, True, None, True, None, True)
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()), lambda t: t):
         ours(*(t.requires_grad_() for t in tensors))
-    weights = sum(t.numel() for t in tensors[1:-1])
+    weights = sum(t.numel() for t in tensors[1:])
     assert sum(sizes) == 3 * tensors[0].numel() + weights + (3 * 32 + 4) * 256
 
 
@@ -23,7 +23,7 @@ def test_saves_what_it_says():
 def test_forward_holds_nothing_that_nobody_reads(keep, passes, monkeypatch):
     """x, product, both sides, LN(product), the result; without backward these come when sides are gone."""
     monkeypatch.setattr(trimul.Multiplication, "run", lambda *_, **__: None)  # which needs no memory
-    _, _, (pair, *weights, _) = multiplication(torch.float32, 1, 16, 32, True, None, "x", None, True)
+    _, _, (pair, *weights) = multiplication(torch.float32, 1, 16, 32, True, None, True, None, True)
     with OpCounter() as counter:
         trimul.forward([*trimul.Given(pair, None, None, pair), *weights], True, 1e-5, keep)
     assert counter.peak == passes * pair.nbytes + 4 * 4 * 256
