@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.common import check_shapes, current_target
+from fusion_lab.kernels.common import current_target
 
 SCALARS = 5  # factor of the gradient, weight decay, step size, 1 / sqrt(second bias correction), skipped
 NUMBERS = 1024  # of a program of adamw_kernel
@@ -126,13 +126,9 @@ def update(flat, gradient, state, low, norm, limit, group, found_inf=None):
     gradient (n,) in any precision, whose norm is norm, is scaled down to the norm limit; low (n,) becomes a
     copy of flat in its own dtype. norm and state's step are 0-dim float32 tensors; group has torch's lr (a
     number, or a 0-dim tensor), betas, eps and weight_decay. Where found_inf, 0-dim, is there and not 0,
-    nothing changes. Nothing waits for the GPU. ValueError for what the kernel would misread.
+    nothing changes. Nothing waits for the GPU.
     """
     moments = state["exp_avg"], state["exp_avg_sq"]
-    check_shapes(*((name, tensor, flat.shape) for name, tensor in (
-        ("gradient", gradient), ("low", low), ("exp_avg", moments[0]), ("exp_avg_sq", moments[1]))))
-    if {t.dtype for t in (flat, *moments, norm, state["step"])} != {torch.float32}:
-        raise ValueError("weights, moments, norm and step must be float32")
     on_device, (beta1, beta2) = isinstance(group["lr"], torch.Tensor), group["betas"]
     rate = group["lr"] if on_device else float(group["lr"])
     scalars, scaled = flat.new_empty(SCALARS), found_inf is not None

@@ -54,7 +54,7 @@ def read(path):
     """{kernel and class: configuration} of a table, {} where there is none that can be used."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
     return table if isinstance(table, dict) else {}
 

@@ -33,7 +33,7 @@ def stored_scores(length):
 
 
 def multiplication(channels, length):
-    """Triangle multiplication added to the pair, with a mask and dropout, of whole tiles or not; also recomputed."""
+    """Triangle multiplication added to the pair, with mask and dropout; of whole tiles or not; recomputed."""
     run(problems.multiplication, 1, length, channels, True, 2, True, 1, True)
     c, pair = channels, empty(1, length, length, channels)
     weights = [empty(c), empty(c), empty(4 * c, c), empty(4 * c), empty(c), empty(c), empty(c, c), empty(c),

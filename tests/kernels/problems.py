@@ -36,18 +36,6 @@ def cast(factors, like):
     return None if factors is None else factors.to(like.dtype)
 
 
-class WithPlainGradients(torch.autograd.Function):
-    """A result of a kernel without a derivative of its own, with that of plain."""
-
-    @staticmethod
-    def forward(ctx, found, plain):
-        return found.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None, gradient
-
-
 def attention(dtype, B, X, Y, H, D, axis, biased, masked, packed):
     torch.manual_seed(0)
     c, length = H * D, X if axis == 1 else Y
@@ -113,23 +101,6 @@ def head_bias(dtype, shape, heads):
         _, bias = references.norm_project(x, norm_weight, norm_bias, None, head_weight, 1e-5)
         return torch.cat([bias.flatten(), x.square().flatten()])
     return ours, plain, tensors
-
-
-def output_project(dtype, shape, channels, adds, shared, scale=1.0):
-    """Without a derivative of its own."""
-    torch.manual_seed(0)
-    out = (*shape[:3], channels)
-    drop = dropout(out, shared)
-
-    def plain(*given):
-        return references.output_project(*given, *[None] * (4 - len(given)), cast(drop, given[0]), scale)
-
-    def ours(*given):
-        factors = projections.widened(None if drop is None else drop.to(dtype), channels)
-        found = projections.OUTPUT_PROJECT_OP(*(t.detach() for t in given), *[None] * (4 - len(given)),
-                                              factors, scale)
-        return WithPlainGradients.apply(found, plain(*given))
-    return ours, plain, drawn(dtype, shape, (channels, shape[-1]), (channels,), *[out] * adds)
 
 
 def outer_first(dtype, samples, rows, size, h, channels, packed, scale=1.0, adds=False, **options):
@@ -258,22 +229,14 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
         "columns, no mask, update alone": (2, 5, 3, 16, 1, 1, None, False, False, None),
         "one wide head": (1, 3, 5, 64, 1, 2, None, True, True, 1),
         "whole tiles": (2, 16, 16, 16, 1, 1, "own", True, True, 2),
-        "wide heads": (1, 3, 5, 128, 2, 1, None, True, True, 2)}),
+        "wide heads": (1, 3, 5, 128, 2, 1, None, True, True, 2),
+        "tiles of lines, rows dropped": (2, 16, 8, 16, 1, 1, None, False, True, 1),
+        "tiles of lines, columns dropped": (2, 8, 16, 16, 1, 2, None, False, True, 2),
+        "lines of tiles, rows dropped": (2, 3, 128, 16, 1, 1, None, False, True, 1),
+        "lines of tiles, columns dropped": (2, 3, 128, 32, 1, 1, None, False, True, 2)}),
     "head bias": (head_bias, {  # shape of x, heads
         "two samples, odd": ((2, 7, 5, 16), 3), "whole tiles": ((2, 8, 16, 32), 4),
         "many heads, one position": ((1, 1, 1, 128), 17)}),
-    "output projection": (output_project, {  # shape of og, c, added, dropout shared along, scale of bias
-        "rows dropped": ((2, 5, 7, 32), 32, True, 1),
-        "columns dropped": ((2, 7, 5, 16), 16, True, 2),
-        "no dropout": ((1, 3, 13, 64), 128, True, None),
-        "dropped update": ((1, 3, 5, 32), 16, False, 1),
-        "positions dropped": ((2, 3, 5, 32), 16, True, 3),
-        "tiles of lines, rows dropped": ((2, 16, 8, 16), 16, True, 1),
-        "tiles of lines, columns dropped": ((2, 8, 16, 16), 16, True, 2),
-        "lines of tiles, rows dropped": ((2, 3, 128, 32), 16, True, 1),
-        "lines of tiles, columns dropped": ((2, 3, 128, 16), 32, True, 2),
-        "scaled bias, wide": ((2, 3, 5, 256), 16, True, None, 0.3),
-        "scaled bias, odd width, update alone": ((1, 4, 7, 48), 32, False, None, 0.3)}),
     "outer product": (outer_first, {  # B, N, S, h, c, packed, scale, whether it is added
         "added": (2, 7, 9, 8, 16, True, 0.3, True),
         "two samples, odd": (2, 7, 9, 8, 12, True, 0.3),

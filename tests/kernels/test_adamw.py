@@ -132,18 +132,6 @@ def test_a_norm_that_is_no_number_is_seen_in_the_weights(norm):
     assert weight.isnan().all()
 
 
-FLAT, NORM = torch.zeros(3), torch.zeros(())
-
-
-@pytest.mark.parametrize("flat, gradient, low, norm, words", [
-    (FLAT, torch.zeros(4), FLAT.half(), NORM, "gradient is"), (FLAT, FLAT, torch.zeros(2), NORM, "low is"),
-    (FLAT.double(), FLAT, FLAT, NORM, "float32"), (FLAT, FLAT, FLAT, NORM.double(), "float32")])
-def test_what_the_kernels_would_misread_is_refused(flat, gradient, low, norm, words):
-    state = dict(step=NORM.clone(), exp_avg=flat.clone(), exp_avg_sq=flat.clone())
-    with pytest.raises(ValueError, match=words):
-        adamw.update(flat, gradient, state, low, norm, 1.0, group())
-
-
 # --- Master weights, scalers, checkpoints ---------------------------------------------------------------
 
 

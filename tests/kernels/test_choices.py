@@ -34,14 +34,12 @@ def test_tf32_is_on_where_the_gpu_has_it(monkeypatch):
     assert not precision.runs_in_tf32(SimpleNamespace(use_tf32=False), torch.device("cuda"))
 
 
-def test_widths_that_kernels_take():
+def test_widths_for_which_a_switch_has_kernels():
     for width in range(1, 300):
         for name in ("triangle", "relu"):
             assert limits.switch_takes(f"enable_triton_{name}", width) is (width in (16, 32, 64, 128, 256))
-        assert limits.takes("attention sub-layer", width, 64) is (width in (16, 32, 64, 128))
         assert limits.switch_takes("enable_triton_attention", width) is (width <= 128)
-        for name in ("outer_layout", "weight_gradients"):
-            assert limits.switch_takes(f"enable_triton_{name}", width)
+        assert limits.switch_takes("enable_triton_outer_layout", width)
 
 
 def test_amds_architecture_goes_without_its_features(monkeypatch):
@@ -90,16 +88,6 @@ def test_flex_attention_is_attention(biased, monkeypatch):
     assert torch.allclose(attention_choice.flex_attend(q, k, v, bias), exact, atol=1e-5)
 
 
-def test_flex_attention_is_compiled_for_many_shapes():
-    """Beyond Dynamo's limit of 8 the unfused code would run."""
-    attention_choice.compiled_flex_attention.cache_clear()
-    with torch._dynamo.config.patch(recompile_limit=8):
-        found = attention_choice.compiled_flex_attention()
-        assert found is attention_choice.compiled_flex_attention()
-        assert torch._dynamo.config.recompile_limit == 64
-    attention_choice.compiled_flex_attention.cache_clear()
-
-
 def sizes(tensors):
     return [x if x is None else (*x.shape, x.dtype) for x in tensors]
 
@@ -131,13 +119,10 @@ def there(*shape, gpu=True, dtype=torch.bfloat16):
     (partial(limits.fits, "transition"), [(7, 128)], [(128, 7), (7, 256)]),
     (partial(limits.fits, "attention", heads=4), [(7, 512)], [(512, 520)]),
     (partial(limits.fits, "attention sub-layer", heads=4), [(7, 128)], [(128, 7), (128, 256)]),
-    (partial(limits.fits, "attention sub-layer", heads=64), [(7, 64)], []),
     (partial(limits.fits, "attention sub-layer", heads=65), [], [(7, 64)]),
     (partial(limits.fits, "head bias", heads=64), [(7, 256)], [(256, 7)]),
-    (partial(limits.fits, "head bias", heads=65), [], [(7, 64)]),
     (partial(limits.fits, "sides", side=32), [(7, 16), (7, 128)], [(16, 7), (7, 256)]),
-    (partial(limits.fits, "sides", side=8), [], [(7, 64)]),
-    (partial(limits.fits, "sides", side=64), [], [(7, 64)])])
+    (partial(limits.fits, "sides", side=8), [], [(7, 64)])])
 def test_which_sub_layers_are_given_to_kernels(ask, fits, does_not, monkeypatch):
     for triton_is_there in (True, False):
         monkeypatch.setattr(limits, "HAS_TRITON", triton_is_there)

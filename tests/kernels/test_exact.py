@@ -1,12 +1,15 @@
-"""Kernels that move numbers or add up whole ones, in Triton's interpreter: exactly what PyTorch makes."""
+"""Kernels that move numbers or add up whole ones, in Triton's interpreter: exactly what PyTorch makes, NaN
+included."""
 import pytest
 import torch
 
+from fusion_lab.kernels import tuner
 from fusion_lab.kernels.attention import bias_gradient as bias_gradients
 from fusion_lab.kernels.attention import padded_bias as padded_biases
 from fusion_lab.kernels.precision import HALF
 from fusion_lab.kernels.reductions import sums
 from tests.kernels import references
+from tests.kernels.problems import made
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
@@ -105,3 +108,11 @@ def test_sums_of_a_gradient_are_rounded_once(dtype):
     exact, ours = partial_sums.double().sum(0), bias_gradients.OP(partial_sums, 16, dtype, False)
     allowed = torch.finfo(dtype).eps * exact.abs() + 300 * torch.finfo(torch.float32).eps * 4
     assert ((ours.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("number", [0, 6])  # 6: weights stay in shared memory
+def test_what_is_not_a_number_stays_so(number, monkeypatch):
+    monkeypatch.setattr(tuner, "chosen", lambda kernel, shape, candidates: candidates[number])
+    ours, plain, (x, *weights) = made("transition", torch.bfloat16, "whole tiles")
+    x[0, 1, 2, 3] = float("nan")
+    assert torch.equal(ours(x, *weights).isnan(), plain(x, *weights).isnan())

@@ -1,7 +1,6 @@
 """Triton kernels on a GPU: outputs and gradients by the 3x rule, the model with them, CUDA graphs."""
 import contextlib
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from triton.runtime.errors import OutOfResources
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import adamw, outer_product, projections, tuner
 from fusion_lab.kernels.attention import bias_gradient, call
-from fusion_lab.kernels.attention import operator as attention_operator
-from fusion_lab.kernels.attention.drop_in import triangle_attention
 from fusion_lab.kernels.precision import HALF
 from fusion_lab.kernels.reductions import compile_pass, sums, weight_gradients
 from fusion_lab.kernels.triangle_multiplication import products
@@ -22,8 +19,11 @@ from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.machine import process_settings
 from tests.kernels import problems
+from tests.kernels import test_adamw as optimizer
 from tests.kernels import test_exact as exact
+from tests.kernels import test_families as families
 from tests.kernels.attention import test_drop_in as called
+from tests.kernels.attention import test_operator as extremes
 from tests.kernels.reductions import test_weight_gradients as weights
 from tests.kernels.rule import equal, gradients, violations
 from tests.kernels.test_families import tiles_of
@@ -42,7 +42,6 @@ PROBLEMS = {  # (what makes a problem, what it is given behind the dtype, at siz
     "attention, ending node": (problems.attention, lambda S: (2, S, 3, 2, 16, 1, True, True, False)),
     "attention, columns": (problems.attention, lambda S: (1, S, 7, 4, 16, 1, False, True, True)),
     "attention, one row": (problems.attention, lambda S: (1, 1, S, 4, 16, 2, True, True, True)),
-    "columns of one row": (problems.attention, lambda S: (1, 1, S, 4, 16, 1, False, False, True)),
     "attention, from Python": (problems.attention_from_python, lambda S: (
         S, True, 2, 5, 4, 32, torch.float32)),
     "attention without a mask, from Python": (problems.attention_from_python, lambda S: (S, False)),
@@ -53,19 +52,14 @@ PROBLEMS = {  # (what makes a problem, what it is given behind the dtype, at siz
     "two layers": (problems.two_layers, lambda S: ((2, 5, S, 128), 512)),
     "two layers, wide": (problems.two_layers, lambda S: ((1, 3, S, 256), 1024)),
     "transition sub-layer": (problems.transition_layer, lambda S: ((2, 5, S, 128), 512)),
-    "transition sub-layer, MSA": (problems.transition_layer, lambda S: ((1, 3, S, 64), 256)),
     "sub-layer, starting node": (problems.sub_layer, lambda S: (1, S, S, 128, 4, 2, "own", True, True, 1)),
     "sub-layer, ending node": (problems.sub_layer, lambda S: (1, S, S, 64, 4, 1, "own", True, True, 2)),
     "sub-layer, MSA rows": (problems.sub_layer, lambda S: (2, 3, S, 64, 4, 2, "given", True, True, 1)),
-    "sub-layer, columns of one row": (problems.sub_layer, lambda S: (
-        1, 1, S, 64, 4, 1, None, False, True, None)),
     "outer layout": (problems.outer_first, lambda S: (1, 128, S, 32, 128, True)),
-    "outer layout, two samples": (problems.outer_first, lambda S: (2, 16, S, 32, 128, False)),
     "outer layout, odd": (problems.outer_first, lambda S: (2, 37, S, 12, 72, True)),
     "outer layout, added": (problems.outer_first, lambda S: (1, 64, S, 32, 128, True, 0.1, True)),
     "sides": (problems.sides, lambda S: ((1, 64, S, 64), 32)),
     "sides, two samples, many channels": (problems.sides, lambda S: ((2, 5, S, 128), 32)),
-    "sides, few channels": (problems.sides, lambda S: ((1, 3, S, 16), 16)),
 }
 if COMPANIONS:
     PROBLEMS.update({
@@ -86,9 +80,10 @@ EVERY_TILE = {  # kernels of candidates: (how many, problems)
         each for shape in ((1, 128, 256, 128), (2, 93, 127, 128), (2, 64, 128, 64)) for each in (
             (problems.head_bias, (shape, 4)), (problems.transition_layer, (shape, 4 * shape[-1])))]),
     "output": (len(projections.OUTPUT_PROJECT), [
-        (problems.output_project, each) for each in (
-            ((1, 64, 128, 512), 128, True, 1), ((2, 37, 65, 1024), 128, True, None, 0.1),
-            ((2, 37, 64, 256), 64, False, None))]),
+        (problems.sub_layer, (1, 64, 128, 128, 4, 2, None, False, True, 1)),
+        (problems.transition_layer, ((2, 37, 65, 128), 512)),
+        (problems.transition_layer, ((2, 37, 64, 64), 256)),
+        (problems.outer_first, (2, 37, 65, 32, 128, True, 0.1, True))]),
     "products": (len(products.CANDIDATES), [
         (problems.short_products, (512, length, outgoing)) for length in (1, 23, 48, 64)
         for outgoing in (True, False)]),
@@ -135,34 +130,12 @@ def test_attention_in_rounds_of_rows(changes, length, dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("length", [5, 130, 520])
-def test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype):
-    """Nor do tiles without any key before the first one disturb a row: their maximum is -1e9, and GPUs fuse
-    what the interpreter rounds twice."""
-    q, k, v = (torch.randn(1, 3, 2, length, 16, device=DEVICE, dtype=dtype).requires_grad_()
-               for _ in range(3))
-    keys = torch.ones(1, 3, length, device=DEVICE)
-    keys[:, 1], keys[:, 2, :-3] = 0, 0
-    bias = torch.randn(1, 2, length, length, device=DEVICE, dtype=dtype)
-    out = attention_operator.row_attention(q, k, v, bias, keys)
-    exact = attention_operator.reference(*(t.detach().double() for t in (q, k, v, bias)), keys)
-    assert torch.allclose(out.double(), exact, atol=2e-2)
-    out.sum().backward()
-    assert not any(x.grad[:, 1].any() for x in (q, k, v)) and v.grad[:, 0].any()
-
-
-@pytest.mark.parametrize("lowest", [-1e10, -1e30, -float("inf")])
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_a_bias_that_masks(dtype, lowest):
-    """Keys of the first tiles: whatever their maximum is, it leaves no trace."""
-    q, k, v = (torch.randn(1, 3, 2, 300, 16, device=DEVICE, dtype=dtype).requires_grad_() for _ in range(3))
-    bias = torch.randn(1, 2, 300, 300, device=DEVICE)
-    bias[..., :128] = lowest
-    bias = bias.to(dtype)  # float16 has -inf for all of them
-    out = attention_operator.row_attention(q, k, v, bias)
-    exact = attention_operator.reference(*(t.detach().double() for t in (q, k, v, bias)))
-    assert torch.allclose(out.double(), exact, atol=2e-2)
-    out.sum().backward()
-    assert not v.grad[..., :128, :].any() and all(x.grad.isfinite().all() for x in (q, k, v))
+def test_rows_without_any_key_and_a_bias_that_masks(length, dtype):
+    """GPUs fuse what the interpreter rounds twice."""
+    with torch.device(DEVICE):
+        extremes.test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype)
+        for lowest in (-1e10, -1e30, -torch.inf):
+            extremes.test_a_bias_that_masks(length, dtype, lowest)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -187,31 +160,13 @@ def test_kept_launches_give_the_bits_of_operators(problem, size, dtype):
             assert equal(found, expected), turn
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("length", [64, 200])
-def test_v_may_lie_otherwise_than_q_and_k(length, dtype):
-    """As where q and k were rotated, and v is still a part of a packed tensor."""
-    with torch.device(DEVICE):
-        _, _, (q, k, v, bias) = problems.attention_from_python(dtype, length)
-        packed = torch.cat([q, k, v], -1).chunk(3, -1)[2]
-        expected = gradients(triangle_attention, [q, k, v, bias])
-        assert equal(gradients(triangle_attention, [q, k, packed, bias]), expected)
-
-
 @pytest.mark.parametrize("length", [1, 64, 200])
-def test_where_one_key_is_present_q_and_k_have_no_gradient(length):
+def test_calls_from_python_as_in_the_interpreter(length):
     with torch.device(DEVICE):
         called.test_where_one_key_is_present_q_and_k_have_no_gradient(length)
-
-
-@pytest.mark.parametrize("problem", [problems.attention_from_python, problems.multiplication_from_python])
-def test_calls_from_python_have_no_second_derivatives(problem):
-    with torch.device(DEVICE):
-        ours, _, (x, *others) = problem(torch.bfloat16, 70)
-        out = ours(x.requires_grad_(), *others)
-        gradient, = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="has no second derivative"):
-            gradient.sum().backward()
+        called.test_views_are_read_as_they_lie(length, torch.bfloat16)
+        for family in ("attention from Python", "multiplication from Python"):
+            families.test_there_are_no_second_derivatives(family)
 
 
 @pytest.mark.parametrize("name", ["sub-layer, starting node", "outgoing", "outer layout", "sides",
@@ -249,15 +204,30 @@ def test_the_model_with_ultra(amp, sizes):
     assert accuracy.compare_numerics(tof.PROGRAM, settings(amp, **sizes), torch.device(DEVICE))[1] == []
 
 
+def trained(given, steps=5):
+    """(losses, trainer) of these settings."""
+    torch._dynamo.reset()
+    process_settings(given, torch.device(DEVICE))
+    source, losses = SyntheticProteins(given), []
+    trainer = tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
+    for number in range(steps):
+        losses.append(trainer.step(to_device(source.batch(number), trainer.device)).item())
+        trainer.step_number += 1
+    return losses, trainer
+
+
+def alike(losses):
+    """Whether two runs learn, and the same."""
+    return losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
+
+
 def test_graphed_steps_with_kernels_are_eager_steps():
     losses = []
     for graphs in (False, True):
-        given = settings("bfloat16", enable_cuda_graphs=graphs, dropout=0.0)
-        process_settings(given, torch.device(DEVICE))
-        source, trainer = SyntheticProteins(given), tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
-        losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
+        found, trainer = trained(settings("bfloat16", enable_cuda_graphs=graphs, dropout=0.0))
+        losses.append(found)
         assert (trainer.graph is not None) == graphs
-    assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
+    assert alike(losses)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -304,13 +274,10 @@ def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):
         gathered.append((op, len(found))) or gather(graph, found, op, *given)))
     monkeypatch.setattr(compile_pass.GatheredGradients, "uuid", lambda self: None)
     for on in (False, True):
-        torch._dynamo.reset()
-        given = settings("bfloat16", dropout=0.0, seq_len=64, enable_triton_weight_gradients=on)
-        process_settings(given, torch.device(DEVICE))
-        source, trainer = SyntheticProteins(given), tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
-        losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
+        losses.append(trained(settings("bfloat16", dropout=0.0, seq_len=64,
+                                       enable_triton_weight_gradients=on))[0])
         assert bool(gathered) == on
-    assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
+    assert alike(losses)
     for op, most in ((weight_gradients.OP, 17), (sums.GATHERED_OP, 23)):  # a block's
         assert max(count for each, count in gathered if each == op) == most
 
@@ -319,34 +286,12 @@ def test_graphed_steps_with_selective_checkpointing_are_those_without():
     """From far less memory, and with the same dropout."""
     losses, peaks = [], []
     for on in (False, True):
-        torch._dynamo.reset()
-        given = settings("bfloat16", dropout=0.1, seq_len=128, num_blocks=3,
-                         enable_selective_checkpointing=on)
-        trainer = tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
-        process_settings(given, torch.device(DEVICE))
-        source = SyntheticProteins(given)
-        losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
+        found, trainer = trained(settings("bfloat16", dropout=0.1, seq_len=128, num_blocks=3,
+                                          enable_selective_checkpointing=on))
+        losses.append(found)
         peaks.append(trainer.graph.peak)
         assert trainer.weights.joined.used
-    assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
-    assert peaks[1] < 0.85 * peaks[0]
-
-
-def trained(steps, trainer):
-    source, start = SyntheticProteins(trainer.settings), trainer.step_number
-    for number in range(start, start + steps):
-        trainer.step(to_device(source.batch(number), trainer.device))
-        trainer.step_number += 1
-    return trainer
-
-
-def adamw_trainer(kernel, amp, **values):
-    given = settings(amp, enable_triton_adamw=kernel, enable_torch_compile=False, dropout=0.0,
-                     num_steps=20, **values)
-    process_settings(given, torch.device(DEVICE))
-    trainer = tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
-    assert isinstance(trainer.optimizer, adamw.AdamW) == kernel
-    return trainer
+    assert alike(losses) and peaks[1] < 0.85 * peaks[0]
 
 
 @pytest.mark.parametrize("amp", ["bfloat16", "float16"])
@@ -354,9 +299,13 @@ def adamw_trainer(kernel, amp, **values):
 def test_steps_with_the_kernel_for_adamw_are_those_without(graphs, amp):
     """Nearly: Adam divides a gradient by its own size, so a rounding in one that is next to nothing moves its
     weight by the learning rate."""
-    found = [trained(5, adamw_trainer(kernel, amp, enable_cuda_graphs=graphs)) for kernel in (False, True)]
+    def run(kernel, steps=5):
+        trainer = trained(settings(amp, enable_triton_adamw=kernel, enable_torch_compile=False, dropout=0.0,
+                                   num_steps=20, enable_cuda_graphs=graphs), steps)[1]
+        assert isinstance(trainer.optimizer, adamw.AdamW) == kernel
+        return trainer
+    found, before = [run(kernel) for kernel in (False, True)], run(False, 0).weights.flat
     plain, ours = (trainer.weights.flat for trainer in found)
-    before = adamw_trainer(False, amp).weights.flat
     assert (ours - plain).norm() < 0.1 * (plain - before).norm()
     assert torch.equal(found[1].weights.low, ours.to(found[1].weights.low.dtype))
     assert found[0].gradient_norm.item() == pytest.approx(found[1].gradient_norm.item(), rel=0.05)
@@ -364,25 +313,11 @@ def test_steps_with_the_kernel_for_adamw_are_those_without(graphs, amp):
     assert steps[0] == steps[1] and (found[1].graph is not None) == graphs
 
 
-def test_adamw_of_many_numbers_is_torch_s():
-    torch.manual_seed(0)
-    weight, gradient = torch.randn(2, 3_000_001, device=DEVICE)
-    masters = SimpleNamespace(flat=weight.clone(), low=weight.bfloat16(), limit=1.0)
-    ours = adamw.AdamW(masters, lr=0.01, weight_decay=0.1, fused=True)
-    theirs = torch.optim.AdamW([weight], lr=0.01, weight_decay=0.1, fused=True)
-    for number in range(10):
-        masters.gradient = (gradient * 0.5 ** number).bfloat16()
-        weight.grad = masters.gradient.float()
-        masters.norm = torch.linalg.vector_norm(masters.gradient, dtype=torch.float32)
-        norm = torch.nn.utils.clip_grad_norm_([weight], 1.0)
-        assert masters.norm.item() == pytest.approx(norm.item(), rel=1e-5)
-        ours.step()
-        theirs.step()
-    torch.testing.assert_close(masters.flat, weight, rtol=1e-5, atol=1e-6)
-    for kind in ("exp_avg", "exp_avg_sq"):
-        torch.testing.assert_close(ours.state[masters.flat][kind], theirs.state[weight][kind], rtol=1e-4,
-                                   atol=1e-9)
-    assert torch.equal(masters.low, masters.flat.bfloat16())
+@pytest.mark.parametrize("name", [*optimizer.CASES, "many numbers"])
+def test_adamw_is_torch_s(name, monkeypatch):
+    monkeypatch.setitem(optimizer.CASES, "many numbers", (3_000_001, torch.bfloat16, 1.0, 0.1, False))
+    with torch.device(DEVICE):
+        optimizer.test_ten_steps_are_torch_s(name)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

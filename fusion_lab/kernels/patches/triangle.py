@@ -1,6 +1,6 @@
 """Triangle attention and multiplication of other projects' layers: on their parameters, in our kernels.
 
-A file for each project reads its layers as one of the two records here. `update` returns what the layer would
+projects.py reads each project's layers as one of the two records here. `update` returns what the layer would
 return, or raises Unfit before it has computed anything. Shapes: x (*, I, I, c), mask (*, I, I), 1 = present.
 """
 from typing import NamedTuple

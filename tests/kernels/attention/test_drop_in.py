@@ -44,20 +44,13 @@ def test_bias_and_mask_are_spread_over_sizes_of_one(of_bias, of_mask):
     assert not violations(*spread(of_bias, of_mask))
 
 
-def test_a_bias_of_one_number():
-    """Softmax does not see it, so its gradient is 0: both have only rounding there, a sum of 2,028 terms."""
-    ours, plain, (*tensors, bias) = spread((1,) * 5, (1,) * 5)
-    assert not violations(lambda *given: ours(*given, bias), lambda *given: plain(*given, bias), tensors)
-    gradient, = torch.autograd.grad(ours(*tensors, bias.requires_grad_()).square().sum(), bias)
-    assert gradient.shape == bias.shape and gradient.abs().item() < 1e-4
-
-
-def test_views_are_read_as_they_lie():
+def test_views_are_read_as_they_lie(length=S, dtype=torch.float32):
     """Expanded, packed, heads behind positions, and q, k and v by strides that are not the same."""
     torch.manual_seed(0)
-    expanded, bias = torch.randn(1, 1, 2, S, 16).expand(2, 3, -1, -1, -1), torch.randn(2, 1, 2, S, S)
-    packed = torch.randn(2, 3, 2, S, 48).chunk(3, -1)
-    across = torch.randn(2, 3, S, 2, 16).transpose(2, 3)
+    expanded = torch.randn(1, 1, 2, length, 16).to(dtype).expand(2, 3, -1, -1, -1)
+    packed = torch.randn(2, 3, 2, length, 48).to(dtype).chunk(3, -1)
+    across = torch.randn(2, 3, length, 2, 16).to(dtype).transpose(2, 3)
+    bias = torch.randn(2, 1, 2, length, length).to(dtype)
     for given in ((*[expanded] * 3, bias), (expanded, packed[1], across, bias.mT), (*packed, bias),
                   (*[across] * 3, bias), (packed[0], packed[1], across, bias)):
         assert equal(gradients(attend(), given), gradients(attend(), [t.contiguous() for t in given]))

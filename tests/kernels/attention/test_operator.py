@@ -9,21 +9,33 @@ pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_a_bias_may_be_minus_infinity(dtype):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 1, 70, 16).to(dtype)
-    bias = torch.randn(1, 1, 70, 70).to(dtype)
-    bias[..., :64] = -torch.inf
-    exact = attention_operator.reference(*(t.double() for t in (q, k, v, bias)))
-    assert torch.allclose(attention_operator.row_attention(q, k, v, bias).double(), exact, atol=2e-2)
-
-
-def test_a_row_without_any_key_is_finite_and_has_no_gradient():
-    q, k, v = (torch.randn(1, 1, 1, 5, 8).requires_grad_() for _ in range(3))
-    out = attention_operator.row_attention(q, k, v, torch.zeros(1, 1, 5, 5), torch.zeros(1, 5))
-    assert torch.allclose(out, v.mean(3, keepdim=True).expand_as(v), atol=1e-5)  # every key counts the same
+@pytest.mark.parametrize("length", [5, 70])
+def test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype):
+    """Nor do tiles without any key before the first one disturb a row: their maximum is -1e9."""
+    q, k, v = (torch.randn(1, 3, 2, length, 16).to(dtype).requires_grad_() for _ in range(3))
+    keys, bias = torch.ones(1, 3, length), torch.randn(1, 2, length, length).to(dtype)
+    keys[:, 1], keys[:, 2, :-3] = 0, 0
+    out = attention_operator.row_attention(q, k, v, bias, keys)
+    exact = attention_operator.reference(*(t.detach().double() for t in (q, k, v, bias)), keys)
+    assert torch.allclose(out.double(), exact, atol=2e-2)
     out.sum().backward()
-    assert not any(x.grad.any() for x in (q, k, v))  # and it teaches nothing
+    assert not any(x.grad[:, 1].any() for x in (q, k, v)) and v.grad[:, 0].any()
+
+
+@pytest.mark.parametrize("lowest", [-1e30, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("length", [5, 70])
+def test_a_bias_that_masks(length, dtype, lowest):
+    """All keys of the first tiles: whatever their maximum is, it leaves no trace."""
+    q, k, v = (torch.randn(1, 3, 2, length, 16).to(dtype).requires_grad_() for _ in range(3))
+    bias, masked = torch.randn(1, 2, length, length), length - 3
+    bias[..., :masked] = lowest
+    bias = bias.to(dtype)  # float16 has -inf for all of them
+    out = attention_operator.row_attention(q, k, v, bias)
+    exact = attention_operator.reference(*(t.detach().double() for t in (q, k, v, bias)))
+    assert torch.allclose(out.double(), exact, atol=2e-2)
+    out.sum().backward()
+    assert not v.grad[..., :masked, :].any() and all(x.grad.isfinite().all() for x in (q, k, v))
 
 
 def test_zeros_are_written_where_a_row_has_one_key():
@@ -59,11 +71,3 @@ def test_a_bias_is_not_copied_where_it_lies_as_it_is_read():
         found = attention_operator.padded_bias(bias, None, q, (1, 1, 1, 128), True)[:2]
         assert found[number].data_ptr() == own.data_ptr()
         assert torch.equal(found[0], bias) and torch.equal(found[1], bias.mT)
-
-
-def test_a_bias_of_whole_numbers():
-    q, keys = torch.randn(1, 1, 1, 65, 16), torch.ones(1, 65, dtype=torch.bool)
-    bias = torch.randint(-2, 3, (1, 1, 65, 65))
-    for mask in (keys, None):
-        padded, _, _ = attention_operator.padded_bias(bias, mask, q, (1, 1, 1, 65), False)
-        assert torch.equal(padded[..., :65, :65], bias.float()) and (padded[..., 65:] < -1e29).all()

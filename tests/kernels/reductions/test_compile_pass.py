@@ -1,16 +1,20 @@
 """Gradients of weights that torch.compile gathers in one call: which, and that they are what they were."""
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor import lowering
 from torch.utils.checkpoint import checkpoint
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import limits
+from fusion_lab.kernels.common import NAMESPACE
 from fusion_lab.kernels.reductions import compile_pass, sums
 from fusion_lab.measuring import accuracy
 from tests.kernels import test_whole_block as check_model
+from tests.kernels.rule import saved_bytes
 from tiny_openfold.proteins.fast_evoformer import compiler_options
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
@@ -47,21 +51,23 @@ def few_positions(monkeypatch):
 
 
 class Watched(compile_pass.GatheredGradients):
-    """The pass for a CPU, which keeps counted() of each graph in `graphs`."""
-    graphs = []
+    """The pass for a CPU, which keeps counted() of each graph in `graphs`, and our operators in them."""
+    graphs, operators = [], set()
 
     def __call__(self, graph):
+        self.operators |= {node.target for node in graph.nodes
+                           if getattr(node.target, "namespace", "") == NAMESPACE}
         self.graphs.append(counted(graph, super().__call__))
 
     def uuid(self):
         return None  # compiled anew, so that it runs
 
 
-def compiled(function, monkeypatch):
+def compiled(function, monkeypatch, gathers=True):
     """torch.compile as the model calls it, but for a CPU."""
     monkeypatch.setattr(compile_pass, "GatheredGradients", lambda gathers: Watched(gathers, "cpu"))
     Watched.graphs.clear()
-    options = compiler_options(GATHERS)
+    options = compiler_options(replace(GATHERS, enable_triton_weight_gradients=gathers))
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
@@ -140,36 +146,50 @@ def test_which_sums_are_gathered(monkeypatch):
     assert graph_of(each, 2, 3) == (2, 2, 0)
 
 
-def test_long_sums_come_first():
-    given = [torch.randint(9, size=(n, 8)).float() for n in (2, 300, 3)]
-    graph = torch.fx.experimental.proxy_tensor.make_fx(
-        lambda *given: [sums.OP(each, torch.float32) for each in given], tracing_mode="fake")(*given)
-    compile_pass.GatheredGradients(True, "cpu")(graph.graph)
-    graph.recompile()
-    call, = graph.graph.find_nodes(op="call_function", target=sums.GATHERED_OP)
-    assert [len(node.meta["val"]) for node in call.args[0]] == [300, 3, 2]
-    assert all(map(torch.equal, graph(*given), [each.sum(0) for each in given]))
-
-
-def test_a_block_with_kernels(monkeypatch):
-    """Also under activation checkpointing, beside compiled code that gathers nothing."""
+@pytest.fixture
+def block(monkeypatch):
+    """A function that makes a block with all kernels, the same each time."""
     monkeypatch.setattr(limits, "runs", lambda x: True)
-    torch.manual_seed(0)
     config = tof.TinyOpenFoldConfig(msa_dim=16, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=8)
-    block = tof.FusedEvoformerBlock(config, tof.FusionConfig.ultra())
-    accuracy.shake(block)
-    block, given = block.bfloat16(), [t.bfloat16() for t in check_model.tensors()]
-    weights = list(block.parameters())
 
-    def through(block, msa, pair):
-        return torch.cat([t.flatten() for t in block(msa, pair)])
-    plain = gradients(partial(through, torch.compile(block, fullgraph=True, dynamic=False)), weights, *given)
+    def make(**switches):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        made = tof.FusedEvoformerBlock(config, replace(tof.FusionConfig.ultra(), **switches))
+        accuracy.shake(made)
+        return made.bfloat16()
+    return make
+
+
+def through(block, msa, pair):
+    return torch.cat([t.flatten() for t in block(msa, pair)])
+
+
+def test_a_block_with_kernels(block, monkeypatch):
+    """Also under activation checkpointing, beside compiled code that gathers nothing."""
+    ours, given = block(), [t.bfloat16() for t in check_model.tensors()]
+    weights = list(ours.parameters())
+    plain = gradients(partial(through, torch.compile(ours, fullgraph=True, dynamic=False)), weights, *given)
     torch._dynamo.reset()
-    gathering = partial(through, compiled(block, monkeypatch))
+    gathering = partial(through, compiled(ours, monkeypatch))
     for call in (gathering, partial(checkpoint, gathering, use_reentrant=False)):
         assert near(gradients(call, weights, *given), plain)
     before, after, gathered = Watched.graphs[-1]["products"]
     assert before - after == gathered == 18 and Watched.graphs[-1]["sums"] == (22, 0, 22)
+
+
+def test_a_block_with_selective_checkpointing_keeps_little_and_its_operators_are_known(block, monkeypatch):
+    """The compiler may not move what is made again into the forward pass, where it would be kept."""
+    given, results, kept = [t.bfloat16() for t in check_model.tensors()], [], []
+    for recompute in (False, True):
+        ours = block(enable_selective_checkpointing=recompute)
+        call = compiled(ours, monkeypatch, gathers=False)
+        with saved_bytes() as saved:
+            out = through(call, *given)
+        results.append(torch.autograd.grad(out.float().square().sum(), list(ours.parameters())))
+        kept.append(sum(saved))
+    assert all(map(torch.equal, *results)) and kept[1] < 0.5 * kept[0]
+    assert len(Watched.operators) > 10 and Watched.operators <= set(lowering.lowerings)
 
 
 def test_models_share_compiled_code_also_in_the_compilers_cache():
