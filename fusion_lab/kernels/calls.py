@@ -57,9 +57,11 @@ class Call:
     def run(self, kernel, tensors, grid, options, numbers=(), kind="", summed=False):
         """Launch with the tuner's choice for this kind of the kernel; nothing for fake tensors.
 
-        grid: a function of a configuration. options: a function that returns the arguments behind tensors and
-        numbers, by name: a launch that is kept needs none. summed: the last of the tensors has a row for the
-        partial sums of each program; where it has another number of rows, sums.room() adjusts.
+        numbers: the kernel's parameters behind its tensors, by position: sizes, and which rows. A launch is
+        kept by them, since rounds of rows differ in nothing else. options: a function that returns all others
+        by name, strides and flags; a kept launch needs none. grid: a function of a configuration. summed: the
+        last of the tensors has a row for the partial sums of each program; where it has another number of
+        rows, sums.room() adjusts.
         """
         if self.fake:
             return None

@@ -70,7 +70,8 @@ def cdiv(number, size):
 
 
 class Bound:
-    """A launch of which all but the tensors is fixed: grid, the numbers behind the tensors, and options.
+    """A launch of which all but the tensors is fixed: grid; numbers, the kernel's parameters behind its
+    tensors, in its order; options, all others by name.
 
     Triton looks at every argument of every launch. A Bound lets it look once, and then starts the compiled
     kernel, as Triton has it (`compiled[grid](...)`). So whoever keeps one gives it tensors that are alike:

@@ -214,7 +214,8 @@ class Attention(Sizes, Call):
         if max(self.B * self.H, self.R) >= 1 << 16 or TALLEST * position_stride >= 1 << 31:
             raise ValueError(f"attention over {tuple(q.shape)} is too large for one launch")
         self.stored = None  # the tuner's choice for backward, once it was asked
-        self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)  # by position, in five kernels
+        # Numbers of five kernels, behind their tensors and in their order (see run()):
+        self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)
         samples, rows = (1, 1) if given.key_bias is None else given.key_bias.shape[:2]
         apart = rows * self.LP if samples > 1 else 0, self.LP if rows > 1 else 0
         self.own_masks = given.key_bias is not None and rows == self.R  # whether rows have masks of their own

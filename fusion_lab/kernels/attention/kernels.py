@@ -22,8 +22,11 @@ Contiguous pointers:
     key_bias (B or 1, R or 1, LP): added to scores; key_bias_strides (sample, row) are 0 where it is shared
     lse, delta (B, R, H, L) in float32; gate_bias (H, D)
 
-Flags: BIAS, KEY_BIAS, GATE, GATE_BIAS say what there is. With WHOLE_TILES L is a multiple
-of all tiles and D is BD: loads and stores need no bounds checks, which would cost more than the scores.
+Order of parameters: tensors; numbers, which a launch gives by position (R, H, L, LP, D, scale, then rows or
+shares); strides and flags, by name.
+
+Flags: BIAS, KEY_BIAS, GATE, GATE_BIAS say what there is. With WHOLE_TILES L is a multiple of all tiles and D
+is BD: loads and stores need no bounds checks, which would cost more than the scores.
 """
 import triton
 import triton.language as tl
