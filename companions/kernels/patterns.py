@@ -16,8 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from companions.kernels import EPS
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.common import candidates, check_dtype
+from fusion_lab.kernels.common import candidates, check_dtype, start
 
 PROGRAMS = 512  # of add_norm's backward pass, each with partial sums of its own for the weights' gradients
 MOST_KEPT = 64  # entries of a row, which a program keeps in registers

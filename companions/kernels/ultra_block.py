@@ -23,8 +23,7 @@ import triton.language as tl
 
 from companions.kernels import ULTRA_WIDTHS
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.common import candidates, check_dtype, processors
+from fusion_lab.kernels.common import candidates, check_dtype, processors, start
 
 BARRIERS = 4  # between five phases, each with a counter of its own
 

@@ -21,8 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.common import current_target
+from fusion_lab.kernels.common import current_target, start
 
 SCALARS = 5  # factor of the gradient, weight decay, step size, 1 / sqrt(second bias correction), skipped
 NUMBERS = 1024  # of a program of adamw_kernel

@@ -15,14 +15,12 @@ from typing import NamedTuple
 
 import torch
 import triton
-from torch._subclasses.fake_tensor import FakeTensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 TARGETS = dict(sm_80=GPUTarget("cuda", 80, 32), sm_90=GPUTarget("cuda", 90, 32),
                gfx90a=GPUTarget("hip", "gfx90a", 64), gfx942=GPUTarget("hip", "gfx942", 64),
                gfx950=GPUTarget("hip", "gfx950", 64))
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as Triton has it until 3.10, warning if it is unset
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 
 
@@ -50,17 +48,6 @@ class Launch(NamedTuple):
     kernel: object
     options: dict  # what was given by name
     compiled: object
-
-
-def is_fake(x):
-    """Whether x has no memory, so that a launcher shall make its results and launch nothing."""
-    return x.is_meta or isinstance(x, FakeTensor)
-
-
-def start(kernel, grid, *arguments, **options):
-    """kernel[grid](*arguments, **options); nothing for fake tensors."""
-    if not is_fake(next(x for x in arguments if isinstance(x, torch.Tensor))):
-        kernel[grid](*arguments, **options)
 
 
 @contextlib.contextmanager

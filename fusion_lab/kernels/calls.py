@@ -12,8 +12,7 @@ import warnings
 import torch
 
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.ahead_of_time import is_fake
-from fusion_lab.kernels.common import bind, check_device
+from fusion_lab.kernels.common import bind, check_device, is_fake
 from fusion_lab.kernels.reductions import sums
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}

@@ -10,18 +10,20 @@ Imports triton; whoever imports this has asked `limits.HAS_TRITON` first. Rules 
 Shapes in helpers: x (BM, C) is a tile of BM positions with all their C channels.
 """
 import inspect
+import os
 from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import library
+from torch._subclasses.fake_tensor import FakeTensor
 from triton.runtime import driver
 
-from fusion_lab.kernels.ahead_of_time import start
 from fusion_lab.kernels.limits import CHANNELS_OF, takes
 from fusion_lab.kernels.precision import HALF
 
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as Triton has it until 3.10, warning if it is unset
 NAMESPACE = "fusion_lab"
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -44,6 +46,17 @@ def operation(name, launcher):
     library.impl(name, ("cpu", "cuda"), launch_there)  # "cuda" is AMD's too; "cpu": Triton's interpreter
     library.register_fake(name, launcher)
     return getattr(getattr(torch.ops, NAMESPACE), name.partition("::")[2]).default
+
+
+def is_fake(x):
+    """Whether x has no memory, so that a launcher shall make its results and launch nothing."""
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def start(kernel, grid, *arguments, **options):
+    """kernel[grid](*arguments, **options); nothing for fake tensors."""
+    if not is_fake(next(x for x in arguments if isinstance(x, torch.Tensor))):
+        kernel[grid](*arguments, **options)
 
 
 def check_device(name, x):

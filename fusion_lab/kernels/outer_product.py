@@ -38,13 +38,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import projections, tuner
-from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import (
     below,
     candidates,
     check_dtype,
     check_shapes,
     from_the_end,
+    is_fake,
     lines,
     operation,
     store_sums,

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import (
     candidates,
     check_part,
     check_shapes,
+    is_fake,
     layer_norm,
     layer_norm_backward,
     load_rows,

@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import projections, tuner
-from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import (
     below,
     candidates,
     check_part,
     check_shapes,
     from_the_end,
+    is_fake,
     load_rows,
     operation,
 )

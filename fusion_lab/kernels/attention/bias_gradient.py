@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_lab.kernels.ahead_of_time import is_fake
-from fusion_lab.kernels.common import bind, cdiv, operation
+from fusion_lab.kernels.common import bind, cdiv, is_fake, operation
 
 LINE = 128  # bytes of a matrix row that a program reads: a line of the cache
 TILE = 256  # numbers of a tile: queries times keys

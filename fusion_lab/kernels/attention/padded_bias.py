@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.attention.kernels import head_offset, store_tile
-from fusion_lab.kernels.common import bind, operation
+from fusion_lab.kernels.common import bind, is_fake, operation
 
 MASKED = -1e9  # added to scores of masked keys
 PADDING = -1e30  # beyond L: so far below MASKED that it gets no weight even in a row without any key

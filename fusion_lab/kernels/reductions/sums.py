@@ -21,8 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.ahead_of_time import is_fake
-from fusion_lab.kernels.common import add_up, operation
+from fusion_lab.kernels.common import add_up, is_fake, operation
 from fusion_lab.kernels.precision import at_least_float32
 
 MOST = 32  # problems of one launch: pointers and sizes of all are its arguments

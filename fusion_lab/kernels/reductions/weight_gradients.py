@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.ahead_of_time import is_fake
-from fusion_lab.kernels.common import add_up, candidates, operation
+from fusion_lab.kernels.common import add_up, candidates, is_fake, operation
 
 MOST = 32  # problems of one launch: pointers and sizes of all are its arguments
 LEAST = 512  # positions of a share, if there are so many: eight iterations of a program's loop

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.ahead_of_time import is_fake
-from fusion_lab.kernels.common import bind, candidates
+from fusion_lab.kernels.common import bind, candidates, is_fake
 from fusion_lab.kernels.precision import HALF
 
 # The longest side of a matrix that the kernels take, and the side of every tile, even of shorter matrices:
