@@ -170,10 +170,9 @@ def looked_up(rows, columns, K, h, dtype):
     """What the tuner goes by: the kernel's name, the class of its arguments, its candidates. The class: P
     rows, S columns, L numbers in each sum; ragged if tiles of at most 128 numbers, the largest BK, do not
     divide L, which takes more registers. 16 is the least that a product takes."""
-    sizes = zip("PSL", (rows, columns, K), strict=True)
-    shape = " ".join([str(dtype)[6:], *(f"{name}{triton.next_power_of_2(size)}" for name, size in sizes),
-                      f"H{h}", *["ragged"] * (K % max(16, min(128, triton.next_power_of_2(K))) > 0)])
-    return outer_product_matmul_kernel.__name__, shape, TILES
+    shape = tuner.class_of(dtype, P=rows, S=columns, L=K, H=h)
+    ragged = K % max(16, min(128, triton.next_power_of_2(K))) > 0
+    return outer_product_matmul_kernel.__name__, shape + " ragged" * ragged, TILES
 
 
 @sums.constant

@@ -138,7 +138,7 @@ BACKWARD = {
 
 def looked_up(name, positions, channels, h, dtype):
     """What the tuner goes by: a kernel's name, the class of its arguments, its candidates."""
-    shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} H{h}"
+    shape = tuner.class_of(dtype, P=positions, C=channels, H=h)
     back = name == "outer_product_sides_backward_kernel"
     return name, shape, BACKWARD[channels > 64] if back else FORWARD
 

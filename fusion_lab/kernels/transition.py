@@ -102,9 +102,9 @@ def transition_hidden_gradient_kernel(
 def looked_up(positions, channels, units, dtype):
     """What the tuner goes by: the kernel's name, the class of its arguments, its candidates: chunks of hidden
     units are whole."""
-    shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{units}"
     whole = [each for each in CANDIDATES[channels > 128] if units % each["BK"] == 0]
-    return "transition_hidden_gradient_kernel", shape, whole
+    shape = tuner.class_of(dtype, P=positions, C=channels, N=units)
+    return transition_hidden_gradient_kernel.__name__, shape, whole
 
 
 def split_positions(positions, units, chosen):

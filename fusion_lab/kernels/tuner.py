@@ -24,7 +24,8 @@ import triton
 from fusion_lab.kernels.library.attention_choice import architecture
 
 SHIPPED = pathlib.Path(__file__).with_name("tiles.json")
-EXTENT = re.compile(r"([PSLR])(\d+)")  # counts: P positions, S residues, L keys or numbers of a sum, R rows
+EXTENTS = "PSLR"  # counts in a class: P positions, S residues, L keys or numbers of a sum, R rows
+EXTENT = re.compile(rf"([{EXTENTS}])(\d+)")
 LARGEST = 128  # no tile is longer, so larger counts may differ
 ROUNDS, REPEATS = 9, 5  # rounds of every candidate; launches in each
 MOST_PLANS = 1024  # of one function: each is a few KB
@@ -86,6 +87,14 @@ def forget():
     """Drop all that was made for the tiles known so far."""
     for each in plans:
         each.clear()
+
+
+def class_of(dtype, **sizes):
+    """The class of a kernel's arguments, "bfloat16 P4096 C128": EXTENTS are rounded up to powers of two, widths
+    are exact."""
+    words = [f"{letter}{triton.next_power_of_2(size) if letter in EXTENTS else size}"
+             for letter, size in sizes.items()]
+    return " ".join([str(dtype).removeprefix("torch."), *words])
 
 
 def launch(kernel, shape, candidates, run):

@@ -15,14 +15,13 @@ from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import compiling, resources
 
 SHARED = dict(sm_80=166912, sm_90=232448, gfx90a=65536, gfx942=65536, gfx950=65536)  # bytes a program may use
-EXTENTS = ("P", "S", "L", "R")  # of a tuner's class of shape; any of them may meet a kernel of these widths
 
 
 def widths(key):
     """Kernel, dtype and widths of a key of tiles.json, without numbers of positions and rows: what it may be
     compiled for."""
     kernel, *words = key.split()
-    return kernel, *(word for word in words if not re.fullmatch(r"[A-Z]\d+", word) or word[0] not in EXTENTS)
+    return kernel, *(word for word in words if not re.fullmatch(r"[A-Z]\d+", word) or word[0] not in tuner.EXTENTS)
 
 
 @contextlib.contextmanager

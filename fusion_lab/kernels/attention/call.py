@@ -73,7 +73,7 @@ class Sizes:
         self.B, self.R, self.H, self.L, self.D = size
         self.dtype, self.short = dtype, self.L <= longest_short()
         self.LP, self.BD = padded_length(self.L), padded_width(self.D)
-        self.shape = f"{str(dtype)[6:]} L{triton.next_power_of_2(self.L)} D{self.BD}"
+        self.shape = tuner.class_of(dtype, L=self.L, D=self.BD)
         self.short_rounds = self.rounds(MOST_SCORES) if self.short else None
         # Whether ds of all short rows fits MOST_SCORES: each row's is then one of the partial sums.
         self.dscores_are_sums = self.short and len(self.short_rounds) == 1

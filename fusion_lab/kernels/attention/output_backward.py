@@ -117,8 +117,7 @@ TILES = candidates(OF_OUTPUT, (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (6
 
 def looked_up(positions, channels, dtype):
     """What the tuner goes by: the kernel's name, the class of its arguments, its candidates."""
-    shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels}"
-    return attention_output_backward_kernel.__name__, shape, TILES
+    return attention_output_backward_kernel.__name__, tuner.class_of(dtype, P=positions, C=channels), TILES
 
 
 @sums.constant

@@ -73,7 +73,7 @@ CANDIDATES_WIDE = dict(norm_project_kernel=NORM_PROJECT_WIDE,
 def looked_up(name, positions, channels, other, dtype):
     """What the tuner goes by: a kernel's name, the class of its arguments, its candidates. other: the
     projection's width beside `channels`, N or K."""
-    shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{other}"
+    shape = tuner.class_of(dtype, P=positions, C=channels, N=other)
     return name, shape, (CANDIDATES_WIDE if channels == WIDE else CANDIDATES)[name]
 
 

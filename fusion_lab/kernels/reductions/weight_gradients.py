@@ -109,8 +109,8 @@ def launch(lefts: list[Tensor], rights: list[Tensor]) -> Tensor:
     for first in range(0, len(lefts), MOST):
         problems = slice(first, first + MOST)
         begin, end = end, end + sum(numbers[problems])
-        P, L = (triton.next_power_of_2(size) for size in (max(map(len, lefts[problems])), end - begin))
-        tuner.launch(weight_gradients_kernel.__name__, f"{str(out.dtype)[6:]} P{P} L{L}", CANDIDATES,
+        shape = tuner.class_of(out.dtype, P=max(map(len, lefts[problems])), L=end - begin)
+        tuner.launch(weight_gradients_kernel.__name__, shape, CANDIDATES,
                      partial(multiply, lefts[problems], rights[problems], out[begin:end]))
     return out
 

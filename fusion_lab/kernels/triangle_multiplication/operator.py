@@ -29,7 +29,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -128,7 +127,7 @@ def padded(S):
 def looked_up(name, S, C, dtype):
     """What the tuner goes by: a kernel's name, the class of its arguments, its candidates."""
     wide = C > 128 and name == "triangle_multiplication_front_backward_kernel"
-    return (name, f"{str(dtype)[6:]} C{C} S{triton.next_power_of_2(S)}", WIDE if wide else CANDIDATES[name])
+    return name, tuner.class_of(dtype, C=C, S=S), WIDE if wide else CANDIDATES[name]
 
 
 def fitted(config, C):

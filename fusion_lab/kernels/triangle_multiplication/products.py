@@ -106,8 +106,8 @@ def launch(kernel, sides, *others, outgoing, bound=None):
         return bound[name](*tensors)
     if is_fake(sides):
         return None
-    matrices, side, dtype = len(sides) // 2 * sides.shape[1], sides.shape[-1], sides.dtype
-    shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(matrices)} S{triton.next_power_of_2(side)}"
+    matrices, side = len(sides) // 2 * sides.shape[1], sides.shape[-1]
+    shape = tuner.class_of(sides.dtype, P=matrices, S=side)
 
     def run(config):
         bind(bound, name, kernel, (matrices // config["MANY"],), OUTGOING=outgoing, SP=side, T=LONGEST,
