@@ -90,8 +90,8 @@ def forget():
 
 
 def class_of(dtype, **sizes):
-    """The class of a kernel's arguments, "bfloat16 P4096 C128": EXTENTS are rounded up to powers of two, widths
-    are exact."""
+    """The class of a kernel's arguments, "bfloat16 P4096 C128": EXTENTS are rounded up to powers of two, and
+    widths are exact."""
     words = [f"{letter}{triton.next_power_of_2(size) if letter in EXTENTS else size}"
              for letter, size in sizes.items()]
     return " ".join([str(dtype).removeprefix("torch."), *words])

@@ -21,7 +21,7 @@ def widths(key):
     """Kernel, dtype and widths of a key of tiles.json, without numbers of positions and rows: what it may be
     compiled for."""
     kernel, *words = key.split()
-    return kernel, *(word for word in words if not re.fullmatch(r"[A-Z]\d+", word) or word[0] not in tuner.EXTENTS)
+    return kernel, *(word for word in words if not tuner.EXTENT.fullmatch(word))
 
 
 @contextlib.contextmanager
