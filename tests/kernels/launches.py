@@ -6,7 +6,6 @@ import torch
 from fusion_lab.kernels import adamw, tuner
 from fusion_lab.kernels.attention import bias_gradient, call
 from fusion_lab.kernels.reductions import sums, weight_gradients
-from fusion_lab.kernels.triangle_multiplication import operator as triangle_operator
 from tests.kernels import problems
 from tests.support import ROOT
 
@@ -18,10 +17,10 @@ def empty(*size):
     return torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
 
 
-def run(problem, *sizes):
+def run(problem, *sizes, **options):
     """Forward and backward of a problem."""
     tuner.forget()  # Calls hold compiled kernels
-    ours, _, tensors = problem(torch.bfloat16, *sizes)
+    ours, _, tensors = problem(torch.bfloat16, *sizes, **options)
     ours(*(t.requires_grad_() for t in tensors)).sum().backward()
 
 
@@ -34,13 +33,8 @@ def stored_scores(length):
 
 def multiplication(channels, length):
     """Triangle multiplication added to the pair, with mask and dropout; of whole tiles or not; recomputed."""
-    run(problems.multiplication, 1, length, channels, True, 2, True, 1, True)
-    c, pair = channels, empty(1, length, length, channels)
-    weights = [empty(c), empty(c), empty(4 * c, c), empty(4 * c), empty(c), empty(c), empty(c, c), empty(c),
-               empty(c, c), empty(c)]
-    triangle_operator.triangle_multiplication(
-        pair, weights, torch.ones(1, length), onto=pair, drop=torch.ones(1, 1, length, c),
-        recompute=True).sum().backward()
+    for recompute in (False, True):
+        run(problems.multiplication, 1, length, channels, True, 2, True, 1, True, recompute=recompute)
 
 
 def many_weights(positions, widths):
