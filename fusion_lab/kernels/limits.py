@@ -1,18 +1,18 @@
 """What this project's Triton kernels take: fits() says which parts of the Evoformer run in them.
 
-What runs where with --enable-ultra in 16 bits on a GPU, by channels: of the pair for pair layers, of the MSA
-for the others. Heads have up to 128 channels; below, "library" is PyTorch's operations.
+What runs where with --enable-ultra in 16 bits on a GPU, by the channels of what a layer reads, c_m or c_z.
+Heads have up to 128 channels, an outer product's sides 16 or 32. "library" is PyTorch's operations.
 
     layer                      16, 32, 64 or 128           256                          any other number
     attention, of all kinds    all of it in kernels        kernels between the          as with 256
                                                            library's projections
-    row attention's bias       LayerNorm and projection    the same                     library
+    row attention's bias, c_z  LayerNorm and projection    the same                     library
     transitions                all of it in kernels        gradient of the hidden       library
                                                            layer, the rest library
     triangle multiplication    all but the large product   the same                     library
-    outer product, its sides   LayerNorm and projections   library                      library
-    outer product, behind      sum over rows; projection   sum over rows; the rest      as with 256
-      (channels of the pair)                               library
+    outer product's sides      LayerNorm and projections   library                      library
+    outer product, by c_z      sum over rows; projection   sum over rows; the rest      as with 256
+                                                           library
 
 Of few rows and many residues the outer product multiplies by its weight first, in library products alone
 (FusionConfig.weight_first). Without Triton, in float32 and on a CPU all of it is the library's.
