@@ -33,7 +33,7 @@ def test_a_bias_that_masks(length, dtype, lowest):
     bias = bias.to(dtype)  # float16 has -inf for all of them
     out = attention_operator.row_attention(q, k, v, bias)
     exact = attention_operator.reference(*(t.detach().double() for t in (q, k, v, bias)))
-    assert torch.allclose(out.double(), exact, atol=2e-2)
+    assert torch.allclose(out.double(), exact, rtol=2e-2, atol=2e-2)  # of three keys each
     out.sum().backward()
     assert not v.grad[..., :masked, :].any() and all(x.grad.isfinite().all() for x in (q, k, v))
 
