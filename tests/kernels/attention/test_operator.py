@@ -12,12 +12,13 @@ pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 @pytest.mark.parametrize("length", [5, 70])
 def test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype):
     """Nor do tiles without any key before the first one disturb a row: their maximum is -1e9."""
+    torch.manual_seed(0)
     q, k, v = (torch.randn(1, 3, 2, length, 16).to(dtype).requires_grad_() for _ in range(3))
     keys, bias = torch.ones(1, 3, length), torch.randn(1, 2, length, length).to(dtype)
     keys[:, 1], keys[:, 2, :-3] = 0, 0
     out = attention_operator.row_attention(q, k, v, bias, keys)
     exact = attention_operator.reference(*(t.detach().double() for t in (q, k, v, bias)), keys)
-    assert torch.allclose(out.double(), exact, atol=2e-2)
+    assert torch.allclose(out.double(), exact, rtol=2e-2, atol=2e-2)  # some are of three keys
     out.sum().backward()
     assert not any(x.grad[:, 1].any() for x in (q, k, v)) and v.grad[:, 0].any()
 
@@ -27,13 +28,14 @@ def test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype):
 @pytest.mark.parametrize("length", [5, 70])
 def test_a_bias_that_masks(length, dtype, lowest):
     """All keys of the first tiles: whatever their maximum is, it leaves no trace."""
+    torch.manual_seed(0)
     q, k, v = (torch.randn(1, 3, 2, length, 16).to(dtype).requires_grad_() for _ in range(3))
     bias, masked = torch.randn(1, 2, length, length), length - 3
     bias[..., :masked] = lowest
     bias = bias.to(dtype)  # float16 has -inf for all of them
     out = attention_operator.row_attention(q, k, v, bias)
     exact = attention_operator.reference(*(t.detach().double() for t in (q, k, v, bias)))
-    assert torch.allclose(out.double(), exact, rtol=2e-2, atol=2e-2)  # of three keys each
+    assert torch.allclose(out.double(), exact, rtol=2e-2, atol=2e-2)
     out.sum().backward()
     assert not v.grad[..., :masked, :].any() and all(x.grad.isfinite().all() for x in (q, k, v))
 
