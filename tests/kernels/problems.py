@@ -193,8 +193,9 @@ def short_products(dtype, matrices, length, outgoing):
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx, left, right):
-            ctx.save_for_backward(torch.cat([left, right])[:, None])
-            return products.multiply(*ctx.saved_tensors, outgoing)[:, 0]
+            sides = torch.cat([left, right])[:, None]
+            ctx.save_for_backward(sides)
+            return products.multiply(sides, outgoing)[:, 0]
 
         @staticmethod
         def backward(ctx, gradient):
