@@ -106,6 +106,6 @@ def triangle_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tens
         if call is None:
             q, k, v, bias, mask = checked(q, k, v, bias, mask)
             if not (q.stride(-1) == 1 and q.stride() == k.stride() == v.stride()):  # one stride() serves all
-                q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+                q, k, v = map(attention.in_order, (q, k, v))
             call = Update.of((q, k, v, None, None, bias, mask), *settings)
         return attention.FromPython.apply(call, bias, mask, q, k, v)

@@ -163,6 +163,11 @@ def padded_bias(bias, key_mask, like, sizes, transpose):
     return bias, transposed, key_bias
 
 
+def in_order(x):
+    """x, contiguous, with the strides that follow from its shape: contiguous() leaves those along 1."""
+    return x.contiguous().flatten().view(x.shape)
+
+
 def gated_attention(qkvg, heads, axis, bias=None, key_mask=None, gate_bias=None):
     """Gated attention along axis 1 or 2 of (B, X, Y, c), a row for each position on the other.
 
@@ -182,7 +187,7 @@ def row_attention(q, k, v, bias=None, key_mask=None, scale=None):
     A bias below -1e9, or -inf, masks as much as that does, in float16 as much as its lowest number.
     """
     bias = None if bias is None else padding.lifted(bias)
-    qkv = [x.contiguous() for x in (q, k, v)]
+    qkv = [in_order(x) for x in (q, k, v)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return BiasedAttention.apply((q.shape[2], 0, scale), bias, key_mask, None,
                                  reads_transposed_bias(q.shape[3]), *qkv)

@@ -51,8 +51,11 @@ def test_views_are_read_as_they_lie(length=S, dtype=torch.float32):
     packed = torch.randn(2, 3, 2, length, 48).to(dtype).chunk(3, -1)
     across = torch.randn(2, 3, length, 2, 16).to(dtype).transpose(2, 3)
     bias = torch.randn(2, 1, 2, length, length).to(dtype)
+    of_more = torch.randn(2, 4, 2, length, 16).to(dtype)
+    alone = torch.randn(1, 1, 2, length, 16).to(dtype)  # along dimensions of 1 it has other strides
+    row = of_more[:1, :1], alone, of_more[1:, 1:2], bias[:1]
     for given in ((*[expanded] * 3, bias), (expanded, packed[1], across, bias.mT), (*packed, bias),
-                  (*[across] * 3, bias), (packed[0], packed[1], across, bias)):
+                  (*[across] * 3, bias), (packed[0], packed[1], across, bias), row):
         assert equal(gradients(attend(), given), gradients(attend(), [t.contiguous() for t in given]))
 
 
