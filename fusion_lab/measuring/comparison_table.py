@@ -54,6 +54,8 @@ def in_words(rows):
     baseline, others = rows[0], [row for row in rows[1:] if row.measured]
     if not others:
         return ["Nothing but the baseline was measured."]
+    if all(row.speedup_low is None for row in others):
+        return ["There were too few rounds to say what is faster than the baseline."]
     faster = [row for row in others if row.gain.decided and row.speedup > 1]
     if faster:
         best = max(faster, key=lambda row: row.speedup)
@@ -63,8 +65,6 @@ def in_words(rows):
         lines = [f"The fastest setting here is {best.name}: {best.speedup:.2f} times as fast as the baseline "
                  f"(95% interval {best.speedup_low:.2f} to {best.speedup_high:.2f}), "
                  f"{after:.2f} instead of {before:.2f} ms a step{memory}."]
-    elif all(row.speedup_low is None for row in others):
-        lines = ["There were too few rounds to say what is faster than the baseline."]
     else:
         lines = ["No setting here is faster than the baseline beyond noise."]
     single = [row for row in others if row.name.startswith(ONLY)]
@@ -76,44 +76,46 @@ def in_words(rows):
         lines.append(f"Slower than the baseline: {slower}.")
     if single:
         pays = named(row for row in single if row in faster) or "none"
-        even = named(row for row in single if not row.gain.decided)
+        even = named(row for row in single if row.speedup_low is not None and not row.gain.decided)
         lines.append(f"Single fusions that pay here: {pays}." + (f" Within noise: {even}." if even else ""))
         lines.append("A single fusion can save at most the time of the sub-layers that it changes, which the "
                      "report of run_pytorch_profiler.sh names.")
     return lines
 
 
-def headline(rows, nominal, launch_kind):
+def headline(rows, launch_kind):
     """The four lines that users look for, about the defaults or, where they are not there, the last row."""
     before, measured = rows[0], [row for row in rows if row.measured]
     after = next((row for row in measured if row.name == FUSED), measured[-1])
     if after is before:
         return []
-    said = ["a slowdown"] * (round(after.speedup, 2) < 1) + ["within noise"] * (not after.gain.decided)
-    doubt = f" ({', '.join(said)})" if said else ""
-    samples = after.samples_per_second * after.median_batch_time
-    shorter = cell(after.batch_time_reduction_percent, ".1f", unit="%")
+    speed, shorter = f"{after.speedup:.2f}x", cell(after.batch_time_reduction_percent, ".1f", unit="%")
+    if after.gain.decided:
+        slow, rate = " (a slowdown)" * (round(after.speedup, 2) < 1), after.samples_per_second
+        old, new = after.baseline_batch_time, after.median_batch_time
+        rates = f"{slow} ({rate * new / old:.1f} -> {rate:.1f} samples/sec)"
+        times = f"{slow} ({1e3 * old:.2f} -> {1e3 * new:.2f} ms)"
+    elif after.speedup_low is None:
+        rates = times = " (too few rounds to say)"
+    else:  # medians may differ in the other direction than the ratios do
+        rates = f" (95% interval {after.speedup_low:.2f} to {after.speedup_high:.2f}, within noise)"
+        times = " (within noise)"
     launches = memory = f"not measured for {after.name}"
     if after.launch_reduction_percent is not None:
         launches = (f"{cell(after.launch_reduction_percent, '.1f', unit='%')} measured by {after.name} "
                     f"({before.launches_per_step} -> {after.launches_per_step} {launch_kind} per step)")
-    if nominal and after.name == FUSED:
-        launches += (f"; nominal {nominal['kernel_reduction_percent']}% ({nominal['total_kernel_reduction']} "
-                     "fewer kernels)")
     if after.peak_memory_reduction_percent is not None:
         memory = (f"{cell(after.peak_memory_reduction_percent, '.1f', unit='%')} by {after.name} "
                   f"(peak {before.peak_memory_mb:.1f} -> {after.peak_memory_mb:.1f} MB)")
-    return [f"Training speed: {after.speedup:.2f}x speed-up by {after.name}{doubt} "
-            f"({samples / after.baseline_batch_time:.1f} -> {after.samples_per_second:.1f} samples/sec)",
+    return [f"Training speed: {speed} speed-up by {after.name}{rates}",
             f"Memory reduction: {memory}",
-            f"Batch time improvement: {shorter} by {after.name}{doubt} "
-            f"({1e3 * after.baseline_batch_time:.2f} -> {1e3 * after.median_batch_time:.2f} ms)",
+            f"Batch time improvement: {shorter} by {after.name}{times}",
             f"Kernel reduction: {launches}"]
 
 
 def below(found):
     """Lines below the table."""
-    rows, about = found.rows, found.about
+    rows = found.rows
     lines = [f"Steps in turn: {found.ended}"]
     apart = [row for row in rows
              if row.measured and row.baseline_step_times != rows[0].step_times[:len(row.step_times)]]
@@ -124,7 +126,7 @@ def below(found):
     if not_used:
         lines.append(f"Not used here: {'; '.join(not_used)}")
     lines.append("A speed-up is the median ratio of steps taken in turn, not the ratio of median times")
-    return [*lines, "", *in_words(rows), "", *headline(rows, about["nominal"], about["launch_kind"])]
+    return [*lines, "", *in_words(rows), "", *headline(rows, found.about["launch_kind"])]
 
 
 class Notes:
