@@ -32,13 +32,16 @@ def read_lines(directory, study):
     """{(run, label): line} of a study. What is no line of a point, such as one that a kill cut short, is left
     out, and its point runs again."""
     path, found = os.path.join(directory, "results.jsonl"), {}
+    points = {(run, study.label(shape)) for run, shape in study.points()}
     if os.path.exists(path):
         with open(path, "rb") as file:
             for text in file:
-                with contextlib.suppress(AttributeError, KeyError, ValueError):
+                with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
                     line = json.loads(text)
-                    if {"ok", "reason", "seconds", "system_info", "rows"} <= line.keys():
-                        found[line["run"], study.label(line)] = line
+                    point = line["run"], study.label(line)
+                    whole = {"ok", "reason", "seconds", "system_info"} <= line.keys()
+                    if point in points and whole and all(row["name"] for row in line["rows"]):
+                        found[point] = line
     return found
 
 

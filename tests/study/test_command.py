@@ -172,9 +172,11 @@ def test_a_killed_study_is_continued(fake):
     study.communicate(timeout=PATIENCE)
     before = lines_of()
     with open("s/results.jsonl", "ab") as file:
-        file.write(b'[]\n{"run": 1}\n{"batch_size": 2, "wid')  # such as a kill within a write leaves
+        file.write(json.dumps(dict(before[0], run=[])).encode() + b"\n"
+                   + json.dumps(dict(before[0], rows=None)).encode()
+                   + b'\n[]\n{"run": 1}\n{"batch_size": 2, "wid')  # such as a kill within a write leaves
     assert fake("--report-only") == 0 and fake() == 0
-    assert lines_of()[:len(before)] == before and len(lines_of()) == 4 + 2
+    assert lines_of()[:len(before)] == before and len(lines_of()) == 4 + 4
     assert not [name for name in os.listdir("s") if name.startswith("running")]
 
 
