@@ -191,8 +191,10 @@ def headline(study, points, setting, places):
     slower = [study.label(p) for p in mine if gain_of(p).decided and p["speedup"] < 1]
     saved = sorted({round(p["memory_reduction_percent"]) for p in mine
                     if p["memory_reduction_percent"] is not None})
+    shapes, doubt = study.shapes(), "" if mean.decided else ", which noise can explain"
+    where = f" at {len(mine)} of {counted(len(shapes), 'shape')}" * (len(mine) < len(shapes))
     return "; ".join(filter(None, [
-        f"{setting}: {mean} the baseline's speed" + ("" if mean.decided else ", which noise can explain"),
+        f"{setting}: {mean} the baseline's speed{where}{doubt}",
         f"fastest at {len(first)} of {counted(len(places), 'shape')}, beyond noise at {sum(first)}"
         if first else "",
         f"slower than the baseline at {', '.join(slower)}" if slower else "",

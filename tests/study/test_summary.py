@@ -117,3 +117,13 @@ def test_sentences_say_how_sure_they_are():
     assert "which noise can explain" in said({32: 2.0, 64: 2.0}, 0, num_runs=1)
     assert "slower than the baseline at B 1 S 32 N 8, B 1 S 64 N 8" in said({32: 0.5, 64: 0.5}, 0.01)
     assert "wide intervals" in said({32: 2.0, 64: 2.0}, 0.01, num_runs=2)
+
+
+def test_a_mean_over_some_of_the_shapes_says_so():
+    study = study_of(sizes=dict(batch_size=[1], seq_len=[32, 64], num_seqs=[8]),
+                     settings=["baseline", "fused", "ultra"])
+    rows = [row("baseline", 1.0), row("fused", 1.0, 1.28), row("ultra", 1.0, 1.4)]
+    lines = lines_of(study, lambda _, shape: rows if shape["seq_len"] == 32 else rows[:2])
+    text = "\n".join(findings(study, summarise(study, lines)))
+    assert "ultra: 1.40x (1.40, 1.40) the baseline's speed at 1 of 2 shapes;" in text
+    assert "fused: 1.28x (1.28, 1.28) the baseline's speed; " in text
