@@ -8,6 +8,7 @@
 
 X is a switch as its flag spells it: flash-attention for --enable-flash-attention.
 """
+import difflib
 from dataclasses import dataclass, replace
 
 from fusion_lab.training.files import UserError
@@ -51,8 +52,11 @@ def fusion_named(name, given):
     def turned(fusion, words, on):
         if unknown := [word for word in words if word not in switches]:
             names = ", ".join((*whole, f"{ONLY}X", f"{WITHOUT}X", "X+Y", f"{FUSED}+X"))
-            raise UserError(f"--variants {name!r}: must be {names}, where X is one of {', '.join(switches)}; "
-                            f"{unknown[0]!r} is none")
+            possible = [*switches, *(whole if name.startswith(unknown[0]) else ())]
+            near = difflib.get_close_matches(unknown[0], possible, 1)
+            meant = f"did you mean {name.replace(unknown[0], near[0])}? It " if near else ""
+            raise UserError(f"--variants {name!r}: {meant}must be {names}, where X is one of "
+                            f"{', '.join(switches)}; {unknown[0]!r} is none")
         fusion = replace(fusion, **{switches[word]: on for word in words})
         # --torch-compile-mode is for every row that compiles, unless that makes its own CUDA graphs
         compiled = fusion.enable_torch_compile and not fusion.enable_cuda_graphs

@@ -44,6 +44,16 @@ def test_names_that_stand_for_nothing_are_one_line():
             make_variants(SETTINGS, names, False)
 
 
+@pytest.mark.parametrize("name, meant", [
+    ("fusd", "fused"), ("fusd+opm-fusion", "fused+opm-fusion"), ("only-opm-fuson", "only-opm-fusion"),
+    ("only-fusd", None), ("without-flash_attention", "without-flash-attention")])
+def test_a_mistyped_name_is_told_the_nearest_one_first(name, meant):
+    with pytest.raises(UserError) as refused:
+        make_variants(SETTINGS, name, False)
+    said = str(refused.value)
+    assert said.startswith(f"--variants {name!r}: {f'did you mean {meant}? ' if meant else 'must be '}")
+
+
 def test_the_usual_rows():
     assert default_names(SETTINGS, False) == ["baseline", "fused", *SINGLE, "compiled"]
     assert default_names(BF16, True) == ["baseline", "fused", *SINGLE, "compiled", "everything", "ultra"]
