@@ -192,6 +192,8 @@ def quiet(name):
     except FileNotFoundError:
         print("error: the current directory is not there any more; change to another one", file=sys.stderr)
         sys.exit(USAGE)
+    # torch 2.13 prints two lines each time its profiler starts; 5, the default, shows them, and hides errors.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_interrupted)
 

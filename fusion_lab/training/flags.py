@@ -25,8 +25,6 @@ def judge(name, **known):
     # and spares a third on a busy one.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-    # torch 2.13 prints two lines each time its profiler starts; 5, the default, shows them, and hides errors.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     program = CommandLine(**known)
     argv = with_demo(sys.argv[1:], program)
     if code := files.exit_code(partial(check_early, program), argv, program.name):

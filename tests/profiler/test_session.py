@@ -53,6 +53,7 @@ def session(tmp_path_factory):
     result = run_program("run_pytorch_profiler.py", *FLAGS, "--profile-steps", 2, "--num-steps", 11,
                          "--roofline", "--profile-dir", directory)
     assert result.returncode == 0, result.stderr
+    assert "USDT" not in result.stdout + result.stderr  # of torch's profiler, each time that it starts
     return directory, last_json(result), result.stdout
 
 
