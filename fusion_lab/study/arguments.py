@@ -1,7 +1,6 @@
 """The command line of launch_performance_study.sh, and the Study that it asks for."""
 import itertools
 import os
-import shlex
 import textwrap
 from dataclasses import fields
 
@@ -88,7 +87,7 @@ def parse(argv, program):
     own, parser = own_part(argv), make_parser(program)
     options, unknown = parser.parse_known_args(own)
     if unknown:
-        parser.error(f"unrecognized arguments: {shlex.join(unknown)}; flags of {program.name} go behind --")
+        parser.refuse_unknown(unknown, f"; flags of {program.name} go behind --")
     if options.report_only and not options.study_name:
         parser.error("argument --report-only: needs --study-name")
     path = os.path.relpath(os.path.realpath(program.file), os.path.realpath(ROOT))

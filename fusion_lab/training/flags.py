@@ -1,7 +1,9 @@
 """The command line of a program, made of its configs' fields. Needs no torch."""
 import argparse
+import difflib
 import os
 import re
+import shlex
 import sys
 from dataclasses import asdict, fields
 from functools import partial
@@ -62,6 +64,21 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def parse_args(self, args=None, namespace=None):
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse_unknown(unknown)
+        return found
+
+    def refuse_unknown(self, words, hint=""):
+        """End the program, with the flags that were meant, by their spelling."""
+        known, near = [name for name in self._option_string_actions if name.startswith("--")], []
+        for word in words:
+            if word.startswith("-"):
+                near += difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), known, 1, 0.7)
+        meant = f" (did you mean {', '.join(near)}?)" if near else ""
+        self.error(f"unrecognized arguments: {shlex.join(words)}{meant}{hint}")
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n" if torchrun.first() else None)
@@ -272,7 +289,7 @@ def parse(parser, program, argv):
     own = {flag(f.name): f.metadata["mode"] for f in own_modes(program)}
     if unknown:
         hint = f"; a file belongs to {' or '.join(own)}" if own and not unknown[0].startswith("-") else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        parser.refuse_unknown(unknown, hint)
     given = vars(arguments)
     mode = next((name for name in (*MODES, *own) if given.get(name[2:].replace("-", "_"))), None)
     if mode in own:

@@ -24,6 +24,8 @@ PARSER = make_parser(tof.PROGRAM)
 @pytest.mark.parametrize("words, named", [
     ("--num-steps x", "argument --num-steps: "), ("--seq-le 3", "--seq-le 3"), ("stray", "stray"),
     ("--enable-triton-projection", "--enable-triton-projection"),
+    ("--num-stepss 5", ": --num-stepss 5 (did you mean --num-steps?)\n"), ("--lr=1", ": --lr=1\n"),
+    ("--compare_fusion --enable-qkv-fusion", "(did you mean --compare-fusion, --enable-qkv-fusion-msa?)"),
     ("--msa-heads 5", "argument --msa-heads: 5: "), ("--validate-setup --retune", "argument --retune: "),
     ("--validate-setup --variants all", "argument --variants: "),
     ("--retune --save-checkpoint x", "argument --save-checkpoint: "),
