@@ -30,12 +30,6 @@ def quick_runs(monkeypatch):
     monkeypatch.setattr(summary, "matmul_ceiling", lambda *_: 1e12)
 
 
-def pytest_configure():
-    if INTERPRETING:
-        from tests.kernels.triton_targets import mend_interpreter
-        mend_interpreter()
-
-
 @pytest.hookimpl(trylast=True)  # of what -k and -m have left
 def pytest_collection_modifyitems(config, items):
     if config.option.markexpr != "full":

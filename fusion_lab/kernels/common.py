@@ -13,6 +13,7 @@ import inspect
 import os
 from functools import partial
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -75,6 +76,21 @@ def on_cpu():
         return driver.active.get_active_torch_device().type == "cpu"
     except RuntimeError:  # no driver at all
         return False
+
+
+def mend_interpreter():
+    """In Triton 3.6 to 3.9 the interpreter's products multiply the bit patterns of bfloat16
+    (triton-lang/triton#11584)."""
+    from triton.runtime import interpreter
+
+    product = interpreter.InterpreterBuilder.create_dot
+
+    def wide(tensor):
+        if tensor.dtype.scalar != tl.bfloat16:
+            return tensor
+        bits = tensor.data.view(np.uint16).astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *r: product(self, wide(a), wide(b), *r)
 
 
 def cdiv(number, size):
@@ -231,6 +247,10 @@ def sum_kernel(partial_sums, sums, R, N, BR: tl.constexpr, BN: tl.constexpr):
         acc += tl.load(partial_sums + r[:, None].to(tl.int64) * N + n[None, :],
                        mask=(r[:, None] < R) & (n[None, :] < N), other=0.0)  # (BR, BN)
     tl.store(sums + n, tl.sum(acc, 0).to(sums.dtype.element_ty), mask=n < N)
+
+
+if not isinstance(sum_kernel, triton.JITFunction):
+    mend_interpreter()
 
 
 @triton.jit

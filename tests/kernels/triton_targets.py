@@ -81,20 +81,3 @@ def overwritten(kernel):
     # iteration i is read, if it stands behind the wait for iteration i - 1, as Triton has it. So p + 1 stages
     # are needed: as many as there are copies.
     return sum(fills[buffer] > stages[buffer] for buffer in read - {None})
-
-
-def mend_interpreter():
-    """In Triton 3.6 to 3.9 the interpreter's products multiply the bit patterns of bfloat16
-    (triton-lang/triton#11584)."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    product = interpreter.InterpreterBuilder.create_dot
-
-    def wide(tensor):
-        if tensor.dtype.scalar != tl.bfloat16:
-            return tensor
-        bits = tensor.data.view(np.uint16).astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *r: product(self, wide(a), wide(b), *r)
