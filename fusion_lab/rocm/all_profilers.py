@@ -100,7 +100,7 @@ def run_all(arguments):
     directory = pathlib.Path(options.output_dir or f"complete_profiling_{time.strftime('%Y%m%d_%H%M%S')}")
     directory, only_shown = directory.absolute(), options.dry_run or options.preflight
     if not only_shown:
-        files.claim(str(directory), bool(options.output_dir), options.force)
+        files.claim(str(directory), bool(options.output_dir), options.force, flag="-o")
     outcomes = {name: Outcome(None, "not started: interrupted") for name in names}
     for name in names:
         say("", f"# {name}")

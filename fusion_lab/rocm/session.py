@@ -136,7 +136,8 @@ def profile(wrapper):
         print(*map(files.printable, listed), sep="\n", file=sys.stderr)
         raise UserError(f"nothing was run: {'; '.join(what for _, what, _ in problems)} (--dry-run shows the "
                         "commands, --skip-preflight skips these checks)", verdict)
-    files.claim(wrapper.directory, bool(options.output_dir), options.force, resumed=wrapper.continues)
+    files.claim(wrapper.directory, bool(options.output_dir), options.force, resumed=wrapper.continues,
+                flag="-o")
     if wrapper.continues:  # only what this writes again
         for name in (os.path.basename(wrapper.records), *(command.log for command in commands)):
             files.set_aside(os.path.join(wrapper.directory, name))

@@ -59,7 +59,7 @@ def open_directory(name, study, command):
     """Make the study's directory, or find the one to go on in, and hold it; returns (path, dict(command,
     created)). Raises UserError."""
     path = os.path.abspath(name or time.strftime("performance_study_%Y%m%d_%H%M%S"))
-    claim(path, resumed=name is not None)
+    claim(path, resumed=name is not None, flag="--study-name")
     how = dict(command=shlex.join(command),
                created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     if os.path.exists(os.path.join(path, "config.json")):

@@ -100,10 +100,10 @@ LOCK = ".lock"  # behind a file's name
 held = {}  # {handle: path} of what this process has locked; its end, a kill too, lets go of it
 
 
-def claim(path, named=False, force=False, resumed=False):
+def claim(path, named=False, force=False, resumed=False, flag="--profile-dir"):
     """Make the directory of a run's results and hold it for as long as this process lives. What is in it
     already is set aside in a default one, and an error in one that the user named; with force it is set aside
-    there, too. A resumed run goes on in it. Raises UserError."""
+    there, too. A resumed run goes on in it. flag: by which users name it. Raises UserError."""
     try:
         os.makedirs(path, exist_ok=True)
         hold(path, os.O_DIRECTORY)
@@ -111,14 +111,15 @@ def claim(path, named=False, force=False, resumed=False):
         if not os.access(path, os.W_OK | os.X_OK):
             raise UserError(f"{path}: cannot be written into")
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        raise UserError(f"{flag} {path}: results go into a directory, which cannot be made or opened: "
+                        f"{error.strerror}") from None
     if earlier and not resumed:
         if named and not force:
             raise UserError(f"{path} is not empty: name a fresh directory, or add --force")
         if f"{os.getcwd()}{os.sep}".startswith(f"{os.path.realpath(path)}{os.sep}"):
             raise UserError(f"{path} cannot be set aside: the current directory is in it")
         print(f"{path} held earlier results, which are in {set_aside(path)} now")
-        return claim(path)
+        return claim(path, flag=flag)
     return path
 
 

@@ -163,8 +163,8 @@ def a_map(size=24, name="DATA NOTES </script><b>"):
 def a_page(path, size=24, **changes):
     """(text, atoms, distances)"""
     m, atoms = a_map(size)
-    result = dict(residues=size, rows=2, rows_used=2, effective_rows=1.5, plddt=50.0, untested="<few> rows",
-                  low_confidence=[2, 3], remarks=["a <prediction>"], trained_on=True,
+    result = dict(residues=size, rows=2, rows_used=2, extra_rows_used=0, effective_rows=1.5, plddt=50.0,
+                  untested="<few> rows", low_confidence=[2, 3], remarks=["a <prediction>"], trained_on=True,
                   relative=dict(name="<i>", e_value=1e-9, trained=True),
                   scores=dict(tm_score=0.51, lddt_ca=0.61, rmsd=2.0), model="m.pt",
                   command="python <x>")

@@ -14,7 +14,7 @@ from fusion_lab.training.checkpoints import snapshot
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model
 from tests.support import save_model
-from tiny_openfold.proteins import coevolution, contacts, files, prediction
+from tiny_openfold.proteins import coevolution, contacts, files, folding, maps, prediction
 from tiny_openfold.proteins.batches import RealProteins
 from tiny_openfold.proteins.relatives import Depth
 
@@ -172,11 +172,11 @@ def test_several_alignments_are_predicted_by_one_model(tmp_path, model_file, cap
     given = ["--contacts", tmp_path / "bad.a3m", tmp_path / "some", an_alignment(tmp_path / "c.a3m")]
     assert run(*given, *FLAGS) == 1 and len(read) == 1
     said = capsys.readouterr()
-    assert "bad.a3m: row 1" in said.err and "1 of 4 failed" in said.err.splitlines()[-1]
+    assert "bad.a3m: row 2" in said.err and "1 of 4 failed" in said.err.splitlines()[-1]
     last = json.loads(said.out.splitlines()[-1])
     assert (last["predicted"], last["failures"], last["failed"]) == (3, 1, [str(tmp_path / "bad.a3m")])
     lines = [json.loads(line) for line in open(last["summary_file"])]
-    assert [line["name"] for line in lines] == ["bad", "a", "b", "c"] and "row 1" in lines[0]["error"]
+    assert [line["name"] for line in lines] == ["bad", "a", "b", "c"] and "row 2" in lines[0]["error"]
     assert run("--contacts", tmp_path / "c.a3m", *FLAGS[:-1], tmp_path / "alone") == 0
     alone, among = ((tmp_path / place / "c.rr").read_bytes() for place in ("alone", "out"))
     assert alone == among
@@ -198,11 +198,18 @@ def test_a_seed_draws_the_rows(tmp_path, model_file):
     assert np.array_equal(maps[0], maps[1]) and not np.array_equal(maps[0], maps[2])
 
 
-def test_an_alignment_from_standard_input(tmp_path, model_file, monkeypatch):
+def test_an_alignment_from_standard_input(tmp_path, model_file, monkeypatch, capsys):
     with open(an_alignment(tmp_path / "x.a3m")) as file:
         monkeypatch.setattr("sys.stdin", file)
         assert run("--contacts", "-", *FLAGS) == 0
     assert np.load(tmp_path / "out" / "stdin.npz")["sequence"] == SEQUENCE
+    capsys.readouterr()
+    for content, words in (("", "is empty"), (">q\nMKT\n>r\nMK\n", "row 2"), (">q\nACGTACGTACGT\n", "DNA")):
+        (tmp_path / "x.a3m").write_text(content)
+        with open(tmp_path / "x.a3m") as file:
+            monkeypatch.setattr("sys.stdin", file)
+            error = refused(capsys, "--contacts", "-", *FLAGS)
+        assert "error: standard input: " in error and words in error
 
 
 @pytest.mark.parametrize("mode", ["--contacts", "--fold"])
@@ -266,7 +273,12 @@ def test_positions_count_the_residues_of_the_query(tmp_path, model_file, capsys)
     assert [int(line[22:26]) for line in atoms] == [*range(1, 11)] and "UNK" in atoms[2]
 
 
-def test_residues_without_rows_are_named(tmp_path, model_file, capsys):
+def test_residues_without_rows_are_named_on_the_screen_and_in_every_file(
+        tmp_path, model_file, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    titles = []
+    monkeypatch.setattr(prediction, "find_spec", lambda name: True)
+    monkeypatch.setattr(maps, "save", lambda figure, path: titles.append(figure.get_suptitle()))
     rng, rows = np.random.default_rng(0), [SEQUENCE]
     for row in rng.integers(0, 20, (60, len(SEQUENCE))):
         rows.append("".join(files.LETTERS[token] for token in row[:20]) + "-" * 8
@@ -277,6 +289,14 @@ def test_residues_without_rows_are_named(tmp_path, model_file, capsys):
     out = capsys.readouterr().out
     assert result["low_confidence"] == [*range(21, 29)] and "residues 21-28" in out
     assert out.count("0_consensus, is the consensus") == 1
+    assert "8 of 34 columns have fewer than 30 effective rows" in out
+    cautions = ("61 effective rows (tested: 100 or more) and 34 residues (tested: 40", "residues 21-28")
+    remarks = [line.split(" ", 1) for line in rr_pairs(tmp_path / "out" / "x.rr")[0] if "REMARK" in line]
+    assert all(words in " ".join(line for _, line in remarks) for words in cautions)
+    for name, value in dict(TRACES=4, CHOSEN=2, TRACE_STEPS=1, FOLD_STEPS=1).items():
+        monkeypatch.setattr(folding, name, value)
+    assert run("--fold", tmp_path / "x.a3m", *FLAGS) == 0
+    assert len(titles) == 2 and all(words in title for title in titles for words in cautions)
 
 
 @pytest.mark.parametrize("coevolution", ["none", "couplings"])
@@ -327,12 +347,13 @@ def test_what_cannot_be_used_is_one_line(tmp_path, model_file, capsys, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prediction, "MODEL", "no-model.pt")
     for words, argv in {
-            "bad.a3m: row 1": ["--contacts", "bad.a3m", *usual],
+            "bad.a3m: row 2": ["--contacts", "bad.a3m", *usual],
             "no.a3m: cannot be read": ["--contacts", "no.a3m", *usual],
             "query 'nobody' is not a row": ["--contacts", alignment, "--query", "nobody", *usual],
             "model bad.pt: damaged": ["--contacts", alignment, "--resume", "bad.pt"],
             "no-model.pt; name a model file or a checkpoint by --resume": ["--contacts", alignment],
-            "/proc/no: No such file": ["--contacts", alignment, *usual, "-o", "/proc/no"],
+            "-o /proc/no: results go into a directory": ["--contacts", alignment, *usual, "-o", "/proc/no"],
+            "-o bad.a3m: results go into a directory": ["--contacts", alignment, *usual, "-o", "bad.a3m"],
             "--pair-dim: not with --contacts": ["--contacts", "x", "--pair-dim", "8"]}.items():
         assert words in refused(capsys, *argv)
     monkeypatch.setattr(prediction, "free_memory", lambda device: 1000)

@@ -83,6 +83,7 @@ def test_many_rows_that_are_all_fragments_leave_every_residue_uncertain(capsys):
 
 @pytest.mark.parametrize("effective, residues, words", [
     (100, 40, []), (250.5, 409, []), (99.9, 100, ["100 effective rows"]), (200, 410, ["410 residues"]),
+    (1.2, 1, ["1 effective row ", "1 residue "]),
     (12, 12, ["12 effective rows", "12 residues"])])
 def test_what_was_not_tested_is_named(effective, residues, words):
     untested = Depth(300, effective, 1.0, (), residues).untested
@@ -223,7 +224,7 @@ def setup(tmp_path, monkeypatch):
 def test_a_relative_and_what_was_not_tested_are_said(setup, tmp_path, capsys):
     assert tof.main(["--contacts", "x.a3m", "--resume", "m.pt", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
-    assert err.startswith("warning: 1 effective rows") and err.count("\n") == 1
+    assert err.startswith("warning: 1 effective row (") and err.count("\n") == 1
     assert "The model was trained on a relative, z (E-value " in out
     result = json.loads((tmp_path / "contacts" / "x.json").read_text())
     assert result["trained_on"] is True and result["relative"]["name"] == "z" and result["coverage"] == 1

@@ -76,7 +76,7 @@ def _alignments(path, data, records):
 def parse_alignment(path, query=None):
     """Any format -> (names, rows in the file's order, number of the query's row); rows are bytes of one
     length, one a column."""
-    data = containers.read(path, containers.ALIGNMENT)
+    data, path = containers.read(path, containers.ALIGNMENT), containers.called(path)
     in_blocks = data.lstrip(b"\0\n ").startswith((b"# STOCKHOLM", b"#=", b"CLUSTAL", b"MUSCLE"))
     alignments = _alignments(path, data, _block_records if in_blocks else _fasta_records)
     if not alignments:
@@ -119,12 +119,12 @@ def _columns(path, names, rows, number, form):
     lengths = [len(row.translate(None, deleted)) for row in rows]
     if len(set(lengths)) == 1:
         inserted = sum(map(str.islower, rows[number].decode("latin-1")))
-        raise UserError(f"{path}: the query, row {number} ({names[number][:60]!r}), has {inserted} residues "
-                        "in lowercase, insertions without a column in other rows; align again with this "
-                        "sequence as the query, in uppercase")
+        raise UserError(f"{path}: the query, row {number + 1} ({names[number][:60]!r}), has {inserted} "
+                        "residues in lowercase, insertions without a column in other rows; align again "
+                        "with this sequence as the query, in uppercase")
     row = next(i for i, length in enumerate(lengths) if length != lengths[0])
-    raise UserError(f"{path}: row {row} ({names[row][:60]!r}) has {lengths[row]} "
-                    f"{'match ' if deleted else ''}columns, expected {lengths[0]} as in row 0; "
+    raise UserError(f"{path}: row {row + 1} ({names[row][:60]!r}) has {lengths[row]} "
+                    f"{'match ' if deleted else ''}columns, expected {lengths[0]} as in row 1; "
                     "the file is damaged or its sequences are not aligned")
 
 
@@ -134,7 +134,7 @@ def _one_chain(path, names, rows, lengths, query):
     called = names[0].split()
     if sum(lengths) != len(rows[0]) or len(called) != len(lengths):
         raise UserError(f"{path}: its first line names chains of {', '.join(map(str, lengths))} residues, "
-                        f"which is not what row 0 ({names[0][:60]!r}) holds; the file is damaged")
+                        f"which is not what row 1 ({names[0][:60]!r}) holds; the file is damaged")
     if query not in called:
         listed = ", ".join(f"{name} ({length} residues)"
                            for name, length in zip(called, lengths, strict=True))

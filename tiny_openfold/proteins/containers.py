@@ -43,6 +43,11 @@ KINDS = [(re.compile(pattern), what, remedy) for pattern, what, remedy in (
     (rb"# STOCKHOLM|#=|CLUSTAL|MUSCLE|(\s|#.*\n)*>", ALIGNMENT, ""))]
 
 
+def called(path):
+    """A file's name in messages."""
+    return "standard input" if path == "-" else path
+
+
 def read(path, wanted):
     """Content of a file, "-" for standard input, unpacked if it is packed, with \\n line ends and no BOM.
     wanted: ALIGNMENT or STRUCTURE. Raises UserError where the file cannot be read or is known to be something
@@ -53,7 +58,8 @@ def read(path, wanted):
         with sys.stdin.buffer if path == "-" else open(path, "rb") as file:
             data = file.read()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise UserError(f"{called(path)}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+    path = called(path)
     data = unpacked(path, data)
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         data = data.decode("utf-16", "replace").encode()

@@ -75,11 +75,11 @@ def _query_columns(path, names, rows, number):
     msa = _tokens(b"".join(rows)).reshape(len(rows), -1)
     if (msa == NO_TOKEN).any():
         row, column = np.argwhere(msa == NO_TOKEN)[0]
-        raise UserError(f"{path}: row {row} ({names[row][:60]!r}) holds {chr(rows[row][column])!r}, "
+        raise UserError(f"{path}: row {row + 1} ({names[row][:60]!r}) holds {chr(rows[row][column])!r}, "
                         "which is neither an amino acid nor a gap; not an alignment of one protein")
     residues = msa[number] != GAP
     if not residues.any():
-        raise UserError(f"{path}: the query, row {number} ({names[number][:60]!r}), has no residues")
+        raise UserError(f"{path}: the query, row {number + 1} ({names[number][:60]!r}), has no residues")
     return msa[np.r_[number, 0:number, number + 1:len(rows)]][:, residues]
 
 
@@ -299,7 +299,7 @@ def load_alignment(msa_path, query=None):
     Raises UserError: file unreadable, not one alignment of one chain, rows of unequal length, unknown query.
     """
     names, rows, number = parse_alignment(msa_path, query)
-    msa = _query_columns(msa_path, names, rows, number)
+    msa = _query_columns(containers.called(msa_path), names, rows, number)
     length = msa.shape[1]
     return Protein(split_suffix(msa_path)[0], msa, np.full((length, 3), np.nan, np.float32),
                    left_out=len(rows[0]) - length, remarks=_remarks(names[number]))
@@ -313,12 +313,13 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
     Raises UserError, also if the query is not the structure's protein.
     """
     names, rows, number = parse_alignment(msa_path, query)
-    msa = _query_columns(msa_path, names, rows, number)
+    msa = _query_columns(containers.called(msa_path), names, rows, number)
     chains = read_structure(structure_path, chain)
     best, mapping = _best_chain(msa[0], chains)
     if not _matches(msa[0], best, mapping):
-        problem = (f"{msa_path}: the query ({msa.shape[1]} residues) does not match chain {best.name!r} of "
-                   f"{structure_path} ({best.seen.sum()} residues): {mapping[1]} agree, {mapping[2]} differ")
+        problem = (f"{containers.called(msa_path)}: the query ({msa.shape[1]} residues) does not match chain "
+                   f"{best.name!r} of {structure_path} ({best.seen.sum()} residues): {mapping[1]} agree, "
+                   f"{mapping[2]} differ")
         row = _row_that_matches(names, rows, chains)
         if row is not None:
             raise UserError(f"{problem}; row {row!r} of the alignment matches: use --query {row!r}")

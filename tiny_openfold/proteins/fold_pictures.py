@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from fusion_lab.measuring.plotting import require_matplotlib
-from fusion_lab.training.files import write_text
+from fusion_lab.training.files import counted, write_text
 from tiny_openfold.proteins import maps
 from tiny_openfold.proteins.geometry import CA
-from tiny_openfold.proteins.relatives import kinship
+from tiny_openfold.proteins.relatives import cautions, kinship
 from tiny_openfold.proteins.secondary import OTHER, secondary_structure
 
 PAGE = Path(__file__).with_name("fold_page.html")
@@ -50,13 +50,11 @@ def smooth(points):
 
 def notes(result):
     """[(class of the paragraph, words)] above the panels."""
-    found = [("", f"{result['residues']} residues, {result['rows_used']} of {result['rows']} rows "
-                  f"({result['effective_rows']:.1f} effective); mean pLDDT {result['plddt']:.0f} of 100")]
-    if result["untested"]:
-        found.append(("warning", f"{result['untested']}: the fold may be wrong throughout"))
-    if low := result["low_confidence"]:
-        found.append(("warning", f"Low confidence at residues {maps.stretches(low)}: next to no rows tell of "
-                      "them"))
+    extra = result["extra_rows_used"]
+    found = [("", f"{counted(result['residues'], 'residue')}, {result['rows_used']} of "
+                  f"{counted(result['rows'], 'row')}" + (f", {extra} for couplings" if extra else "")
+              + f" ({result['effective_rows']:.1f} effective); mean pLDDT {result['plddt']:.0f} of 100")]
+    found += [("warning", words) for words in cautions(result)]
     found += [("warning", remark) for remark in result["remarks"]]
     if words := kinship(result["relative"]):
         found.append(("" if result["trained_on"] is False else "warning", words))
@@ -88,8 +86,8 @@ def write_page(path, m, atoms, plddt, result):
 # --- Picture --------------------------------------------------------------------------------------------
 
 
-def write_picture(path, m, atoms, plddt):
-    """Map and fold side by side, as PNG."""
+def write_picture(path, m, atoms, plddt, cautions=()):
+    """Map and fold side by side, as PNG; cautions stand below its title."""
     require_matplotlib()
     from matplotlib.figure import Figure
     figure = Figure(figsize=(2 * maps.PANEL + 1.0, maps.PANEL + 2.1), layout="constrained")
@@ -99,7 +97,7 @@ def write_picture(path, m, atoms, plddt):
                else "contacts: the more probable, the darker")
     shades = draw_fold(fold, m.protein.sequence, atoms, plddt)
     title = f"{maps.printable(m.protein.name)}: predicted fold, mean pLDDT {plddt.mean():.0f}"
-    figure.suptitle(title, parse_math=False)
+    maps.entitle(figure, title, cautions)
     figure.legend(handles=handles + shades, loc="outside lower left", frameon=False, ncols=4, fontsize=9,
                   columnspacing=1.4, handletextpad=0.5)
     maps.save(figure, path)

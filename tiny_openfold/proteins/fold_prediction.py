@@ -5,11 +5,12 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from fusion_lab.training.files import FAILED, UserError
+from fusion_lab.training.files import FAILED, UserError, counted
 from tiny_openfold.proteins import confidence, fold_energy, fold_pictures, folding, structure_files
 from tiny_openfold.proteins.geometry import CA
 from tiny_openfold.proteins.orientations import BINS
 from tiny_openfold.proteins.prediction import predict
+from tiny_openfold.proteins.relatives import cautions
 from tiny_openfold.proteins.structure_metrics import compared
 
 SHOWN = dict(tm_score="TM-score", lddt_ca="lDDT-CA", rmsd="RMSD")
@@ -24,7 +25,7 @@ def found_fold(centres, seed, found, result):
     """Fold a Prediction and say what is found; how predict() writes it down. Raises UserError where the fold
     is not finite."""
     started = time.monotonic()
-    print(f"Folding {found.protein.length} residues on the CPU", flush=True)
+    print(f"Folding {counted(found.protein.length, 'residue')} on the CPU", flush=True)
     *line, calibrated_on = confidence.line_of(result["card"])
     centres, logits = torch.as_tensor(centres, dtype=torch.float32), found.output["distogram_logits"]
     orientations = {name: found.output[name] for name in BINS if name in found.output}
@@ -43,8 +44,8 @@ def found_fold(centres, seed, found, result):
     if found.known:
         result["scores"] = compared(atoms[:, CA], found.protein.backbone[:, CA])
         print_scores(result["scores"], found)
-    return writers(found, atoms, plddt, result), partial(fold_pictures.write_picture, m=found, atoms=atoms,
-                                                         plddt=plddt)
+    draw = partial(fold_pictures.write_picture, m=found, atoms=atoms, plddt=plddt, cautions=cautions(result))
+    return writers(found, atoms, plddt, result), draw
 
 
 def quality(made, sequence):
@@ -58,7 +59,8 @@ def quality(made, sequence):
 
 def writers(found, atoms, plddt, result):
     """{suffix: write(path)} of the PDB file and the page."""
-    remarks = [f"PREDICTED BY TINYOPENFOLD FROM {result['rows_used']} ROWS OF AN ALIGNMENT",
+    rows = counted(result["rows_used"], "row").upper()
+    remarks = [f"PREDICTED BY TINYOPENFOLD FROM {rows} OF AN ALIGNMENT",
                "B-FACTORS ARE PLDDT, 0 TO 100",
                *["OUTSIDE OF WHAT THE MODEL WAS TESTED ON"] * bool(result["untested"])]
     protein = found.protein
@@ -76,7 +78,7 @@ def print_fold(result):
     print(f"pLDDT {result['plddt']:.0f} of 100: the lDDT-CA to be expected, {how}")
     if result["untested"]:
         print("  For alignments such as this it was not measured: it may be far too high")
-    print(f"Energy {result['energy']:.2f} kT a residue; the best fold of the other hand has "
+    print(f"Energy {result['energy']:.2f} kT a residue; the best mirror-image fold has "
           f"{result['other_hand']:.2f} more")
 
 

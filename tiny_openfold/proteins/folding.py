@@ -48,7 +48,7 @@ class Fold:
     atoms: torch.Tensor      # (L, 5, 3) in the order of geometry.ATOMS, Å
     energy: float            # kT for each residue
     terms: dict              # {term: kT for each residue}
-    gap: float               # kT for each residue by which the best of the other hand is worse
+    gap: float               # kT for each residue by which the best mirror image is worse
 
 
 def folded(logits, centres, sequence, seed=0, orientations=None, told=lambda: None):

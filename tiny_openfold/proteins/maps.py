@@ -1,6 +1,7 @@
 """Contact maps on disk: a picture and a table beside it. m is a contacts.Prediction of S residues."""
 import math
 import re
+import textwrap
 import warnings
 
 import numpy as np
@@ -67,8 +68,8 @@ def stretches(numbers):
     return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in edges)
 
 
-def write_picture(path, m):
-    """Contacts, true and predicted, and distances beside them, as PNG."""
+def write_picture(path, m, cautions=()):
+    """Contacts, true and predicted, and distances beside them, as PNG; cautions stand below its title."""
     require_matplotlib()
     from matplotlib.figure import Figure
     figure = Figure(figsize=(2 * PANEL + 1.7, PANEL + 1.4), layout="constrained")
@@ -85,11 +86,16 @@ def write_picture(path, m):
     scores = ", ".join(f"{label} {m.precision[key]:.2f}" for label, key in
                        (("P(L/2)", "p_l2"), ("P(L)", "p_l"), ("chance", "chance")) if m.precision)
     chain = f", chain {printable(m.protein.chain)}" if m.protein.chain else ""
-    figure.suptitle(f"{printable(m.protein.name)}{chain}: {scores or 'predicted'}", parse_math=False)
+    entitle(figure, f"{printable(m.protein.name)}{chain}: {scores or 'predicted'}", cautions)
     figure.legend(handles=handles, loc="outside lower left", frameon=False,
                   ncols=len(handles) if len(handles) <= 5 else -(-len(handles) // 2),
                   columnspacing=1.4, handletextpad=0.5, fontsize=9)
     save(figure, path)
+
+
+def entitle(figure, title, cautions):
+    lines = [title, *(textwrap.shorten(caution, 90, placeholder=" ...") for caution in cautions)]
+    figure.suptitle("\n".join(lines), parse_math=False)
 
 
 def save(figure, path):

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import sys
+import textwrap
 import time
 from collections import Counter
 from dataclasses import asdict, replace
@@ -34,8 +35,16 @@ from tiny_openfold.proteins.contacts import (
     half_length,
     run_model,
 )
+from tiny_openfold.proteins.containers import called
 from tiny_openfold.proteins.options import OF_PREDICTIONS
-from tiny_openfold.proteins.relatives import Depth, kinship, relative, require_protein, some_rows
+from tiny_openfold.proteins.relatives import (
+    Depth,
+    cautions,
+    kinship,
+    relative,
+    require_protein,
+    some_rows,
+)
 
 MODEL = os.path.join(ROOT, "tiny_openfold", "models", "families.pt")  # what is used without --resume
 ROWS = 512                # of the alignment, without --eval-seqs
@@ -61,7 +70,8 @@ def found_contacts(found, result):
         result["precision"] = precisions(found)
         print_precisions(found, result["precision"])
     return ({".npz": partial(write_arrays, found=found), ".tsv": partial(maps.write_table, m=found),
-             ".rr": partial(write_rr, found=found, result=result)}, partial(maps.write_picture, m=found))
+             ".rr": partial(write_rr, found=found, result=result)},
+            partial(maps.write_picture, m=found, cautions=cautions(result)))
 
 
 # --- One alignment, or many ---------------------------------------------------------------------------------
@@ -127,7 +137,7 @@ def read_protein(training, alignment):
     """The files.Protein of an alignment and what other flags name. Raises UserError."""
     if training.structure is None:
         protein = files.load_alignment(alignment, training.query)
-        require_protein(protein.msa[0], alignment)
+        require_protein(protein.msa[0], called(alignment))
     else:
         path, chain = files.split_structure_argument(training.structure)
         protein = files.load_protein(alignment, path, chain, training.query)
@@ -149,7 +159,7 @@ class Predictor:
         saved = read_model(self.path, program)
         self.config, self.card, self.dtype = saved.config, saved.card, amp_dtype(training, self.device)
         self.directory = training.output or mode
-        outputs.claim(self.directory, resumed=True)  # beside other predictions
+        outputs.claim(self.directory, resumed=True, flag="-o")  # beside other predictions
         self.model = program.model(self.config, program.fusion_config())
         self.model.load_state_dict(saved.weights)
         self.model.to(self.device).eval()
@@ -160,8 +170,10 @@ class Predictor:
         training = self.settings.training
         batch = model_input(protein, self.config, training.eval_seqs or ROWS, training.seed)
         rows = batch["msa_tokens"].shape[1]
-        print(f"{self.mode.capitalize()} of {printable(protein.name)}: {protein.length} residues, {rows} of "
-              f"{counted(len(protein.msa), 'row')}, by {printable(self.path)} "
+        print(f"{self.mode.capitalize()} of {printable(protein.name)}: {counted(protein.length, 'residue')}, "
+              f"{rows} of {counted(len(protein.msa), 'row')}"
+              + (f" (couplings: {batch['extra_msa'].shape[1]})" if "extra_msa" in batch else "")
+              + f", by {printable(self.path)} "
               f"({sum(w.numel() for w in self.model.parameters()):,} parameters)")
         if protein.left_out:
             print(f"{counted(protein.left_out, 'column')} left out, where the query has a gap; positions are "
@@ -202,7 +214,7 @@ class Predictor:
 def judge(protein, batch, card):
     """(Depth of the rows that the model reads, what its card knows of relatives); both are said."""
     depth = Depth.of(batch["extra_msa" if "extra_msa" in batch else "msa_tokens"][0].numpy())
-    print(f"Alignment: {depth}")
+    print(f"Alignment, as {'the couplings see' if 'extra_msa' in batch else 'the model sees'} it: {depth}")
     if uncertain := depth.uncertain:
         print(f"Low confidence, for want of rows, at residues {maps.stretches([i + 1 for i in uncertain])}")
     if depth.untested:
@@ -301,7 +313,8 @@ def write_rr(path, found, result):
     name, sequence = "_".join(printable(found.protein.name).split()), found.protein.sequence
     extra = result["extra_rows_used"]
     lines = ["PFRMAT RR", f"TARGET {name or 'unknown'}", "AUTHOR TinyOpenFold",
-             f"METHOD Evoformer, {result['rows_used']} rows of the alignment"
+             *(f"REMARK {line}" for caution in cautions(result) for line in textwrap.wrap(caution, 70)),
+             f"METHOD Evoformer, {counted(result['rows_used'], 'row')} of the alignment"
              + (f", couplings of {extra}" if extra else ""), "MODEL 1",
              *(sequence[start:start + 50] for start in range(0, len(sequence), 50)),
              *(f"{i} {j} 0 {CONTACT_DISTANCE:g} {probability:.5f}" for i, j, probability, _ in found.best()),

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fusion_lab.training.files import UserError, printable
+from fusion_lab.training.files import UserError, counted, printable
 from tiny_openfold.proteins.coevolution import row_weights
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, TOKENS, UNKNOWN
-from tiny_openfold.proteins.maps import runs
+from tiny_openfold.proteins.maps import runs, stretches
 
 BASES = [AMINO_ACIDS.index(letter) for letter in "ACGT"]  # U is read as C, see files.py
 NUCLEIC, ENOUGH = 0.95, 10  # share of letters that are bases or N; of fewer letters nobody can say
@@ -86,7 +86,8 @@ class Depth:
                    tuple(np.flatnonzero(weights @ filled < LEAST_ROWS).tolist()), msa.shape[1])
 
     def __str__(self):
-        thin = f"; {len(self.thin)} of {self.residues} columns are nearly empty" * bool(self.thin)
+        thin = (f"; {len(self.thin)} of {counted(self.residues, 'column')} have fewer than {LEAST_ROWS} "
+                "effective rows") * bool(self.thin)
         return (f"{self.effective:.1f} effective rows of {self.rows} (at 80% identity), coverage "
                 f"{100 * self.coverage:.0f}%{thin}")
 
@@ -101,10 +102,19 @@ class Depth:
     def untested(self):
         """What is outside of what the shipped model was tested on, in words; "" if nothing is."""
         low, high = TESTED_LENGTHS
-        found = [f"{self.effective:.0f} effective rows (tested: {TESTED_ROWS} or more)"] \
+        found = [f"{counted(round(self.effective), 'effective row')} (tested: {TESTED_ROWS} or more)"] \
             * (self.effective < TESTED_ROWS)
-        found += [f"{self.residues} residues (tested: {low} to {high})"] * (not low <= self.residues <= high)
+        found += [f"{counted(self.residues, 'residue')} (tested: {low} to {high})"] \
+            * (not low <= self.residues <= high)
         return " and ".join(found)
+
+
+def cautions(result):
+    """[what makes a prediction uncertain], for its files; result: what its JSON holds."""
+    found = [f"{result['untested']}: the prediction may be wrong throughout"] * bool(result["untested"])
+    if low := result["low_confidence"]:
+        found.append(f"Low confidence at residues {stretches(low)}: fewer than {LEAST_ROWS} effective rows")
+    return found
 
 
 # --- Relatives ------------------------------------------------------------------------------------------
