@@ -177,8 +177,8 @@ def test_what_cannot_be_a_directory_is_refused_by_name(kind, tmp_path):
         path.write_text("")
     else:
         path.symlink_to(path if kind == "loop" else tmp_path / "absent")
-    with pytest.raises(UserError, match=f"{path}: "):
-        files.claim(path)
+    with pytest.raises(UserError, match=f"-o {path}: results go into a directory"):
+        files.claim(path, flag="-o")
 
 
 HOLDING = f"""

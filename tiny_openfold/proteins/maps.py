@@ -94,8 +94,9 @@ def write_picture(path, m, cautions=()):
 
 
 def entitle(figure, title, cautions):
-    lines = [title, *(textwrap.shorten(caution, 90, placeholder=" ...") for caution in cautions)]
-    figure.suptitle("\n".join(lines), parse_math=False)
+    below = [line for caution in cautions
+             for line in textwrap.wrap(caution, 85, max_lines=2, placeholder=" ...")]
+    figure.suptitle("\n".join([title, *below]), parse_math=False)
 
 
 def save(figure, path):
