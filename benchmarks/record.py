@@ -9,6 +9,7 @@ and beside the code of the record if --record names its checkout. "learn" trains
 the time of all steps. Writes OUT/record.json. Exit code 1 if a rule is broken, 2 for flags that the rules
 forbid, 4 if "step" has no GPU (--quick tries a tiny size on a CPU).
 """
+import os
 import pathlib
 import shlex
 import sys
@@ -106,7 +107,7 @@ def main(argv=None):
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for record.json")
     parser.add_argument("--record", type=checkout, help="step: checkout of the record (default: none)")
     parser.add_argument("--quick", action="store_true", help="step: a tiny size, to try the script on a CPU")
-    parser.add_argument("--data", help="learn: directory of families, as RECORDS.md makes it")
+    parser.add_argument("--data", type=os.path.abspath, help="learn: directory of families of RECORDS.md")
     parser.add_argument("--holdout", default=HELD_OUT, help="learn: families (default: %(default)s)")
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
