@@ -312,8 +312,8 @@ class OuterProductMean(PackedProjections):
         return self.output_proj(outer.flatten(-2))
 
     def weight_first(self, sides):
-        """FusionConfig's rule for sides (B, N, S, h). This order needs about N / h as many multiplications.
-        They decide the time of float32 on a GPU, so there the order must save at least half of them."""
+        """FusionConfig's rule for sides (B, N, S, h). This order needs about N / h times the
+        multiplications of the other. They set float32's time on a GPU; there it must save half of them."""
         bound_by_multiplications = sides.is_cuda and strict_float32(sides.dtype)
         return (self.fusion.weight_first(*sides.shape[:3])
                 and not (bound_by_multiplications and 2 * sides.shape[1] > sides.shape[3]))
@@ -404,7 +404,7 @@ SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "out
 
 
 class FusedEvoformerBlock(nn.Module):
-    """Alg. 6: one Evoformer block; with Triton switches of faster sub-layers (proteins/fast_evoformer.py)."""
+    """Alg. 6: one Evoformer block; Triton switches give it fast sub-layers (proteins/fast_evoformer.py)."""
 
     def __init__(self, config, fusion_config=None):
         super().__init__()
@@ -563,7 +563,7 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
         return result
 
     def predictions(self, msa, pair, logits, differentiable):
-        """Everything but losses; beside a distogram loss nobody differentiates it."""
+        """All but losses; without gradients where a distogram loss has them."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
             probability = logits.softmax(dim=-1)
             return dict(msa_repr=msa, pair_repr=pair, distogram_logits=logits,
@@ -584,7 +584,7 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
 
     @staticmethod
     def loss_counts(msa_targets=None, coords=None, coord_mask=None, orientations=None, **_):
-        """Of a batch: of how many pairs and letters the summands of the loss are means."""
+        """How many pairs and letters of a batch each term of the loss averages."""
         pairs = [] if coords is None else [coord_mask.sum(dim=1).square().sum()]
         turned = [] if orientations is None else [(orientations[..., 0] >= 0).sum()]
         letters = [] if msa_targets is None else [(msa_targets >= 0).sum()]

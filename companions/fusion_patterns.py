@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A laboratory of kernel fusion: five patterns, each written several ways, and which of them to use.
+"""A laboratory of kernel fusion: six patterns, each written several ways, and which of them to use.
 
     python companions/fusion_patterns.py                                      # every pattern
     python companions/fusion_patterns.py --patterns topk scores --rounds 20

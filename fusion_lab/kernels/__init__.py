@@ -1,8 +1,8 @@
-"""Kernels and operations on tensors. Two of them have the names, arguments and shapes of cuEquivariance's:
+"""Kernels and operations on tensors. Two have the names, shapes and main arguments of cuEquivariance's:
 
     from fusion_lab.kernels import triangle_attention, triangle_multiplicative_update
 
-They need Triton and a GPU, and are imported when they are first asked for: without Triton an ImportError.
+They need Triton and a GPU. They load at first use; without Triton that raises an ImportError.
 """
 import importlib
 

@@ -19,7 +19,7 @@ CLOSED_PIPE = 141  # the reader of the output has gone
 
 EXIT_CODES = """exit codes: 0 done, 1 the thing checked failed, 2 wrong use or unreadable input, 3 a tool or
 package is missing, 4 no usable GPU, 5 the profiled program failed, 6 a profiler left no data, 124 time
-limit, 130 and 143 interrupted, 141 the reader of the output has gone"""
+limit, 129/130/143 interrupted, 141 the reader of the output has gone"""
 
 
 class UserError(Exception):

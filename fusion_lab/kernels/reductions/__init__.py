@@ -1,0 +1,1 @@
+"""Small gradients and partial sums of other kernels, gathered in few launches."""

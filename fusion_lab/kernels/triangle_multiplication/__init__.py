@@ -1,0 +1,1 @@
+"""Triangle multiplication with its derivative: kernels, operators, a drop-in function."""
