@@ -13,7 +13,6 @@ import inspect
 import os
 from functools import partial
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -88,8 +87,8 @@ def mend_interpreter():
     def wide(tensor):
         if tensor.dtype.scalar != tl.bfloat16:
             return tensor
-        bits = tensor.data.view(np.uint16).astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+        bits = tensor.data.view("uint16").astype("uint32") << 16
+        return interpreter.TensorHandle(bits.view("float32"), tl.float32)
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *r: product(self, wide(a), wide(b), *r)
 
 
@@ -167,6 +166,14 @@ def check_onto(onto, x):
     """ValueError for a sub-layer whose update shall be added to another tensor than its input."""
     if onto is not None and onto is not x:
         raise ValueError("onto must be the input itself, or None")
+
+
+def check_devices(**given):
+    """ValueError where a tensor (None: not there) lies on another device than the first."""
+    first, *others = [(name, x.device) for name, x in given.items() if x is not None]
+    for name, device in others:
+        if device != first[1]:
+            raise ValueError(f"{name} is on {device}, but {first[0]} on {first[1]}")
 
 
 def candidates(names, *values):

@@ -215,7 +215,7 @@ class Attention(Sizes, Call):
             raise ValueError(f"attention over {tuple(q.shape)} is too large for one launch")
         self.stored = None  # the tuner's choice for backward, once it was asked
         # Numbers of five kernels, behind their tensors and in their order (see run()):
-        self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)
+        self.scale, self.sizes = scale, (self.R, self.H, self.L, self.LP, self.D, scale)
         samples, rows = (1, 1) if given.key_bias is None else given.key_bias.shape[:2]
         apart = rows * self.LP if samples > 1 else 0, self.LP if rows > 1 else 0
         self.own_masks = given.key_bias is not None and rows == self.R  # whether rows have masks of their own
@@ -367,7 +367,7 @@ def store_dscores(call, given, bias_sums, most):
                  lambda config: (cdiv(call.L, config["BM"]), shares, call.B * call.H),
                  lambda: dict(q_strides=call.strides["q_strides"], dq_strides=given.strides()["dq_strides"],
                               LP=call.LP, NO_PADDING=call.L == call.LP and call.D == call.BD),
-                 (call.H, call.L, call.D, call.sizes[-1], first_row, end_row,
+                 (call.H, call.L, call.D, call.scale, first_row, end_row,
                   cdiv(end_row - first_row, shares)))
 
 

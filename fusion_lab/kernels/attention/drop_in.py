@@ -8,7 +8,7 @@ from torch import Tensor
 from fusion_lab.kernels.attention import operator as attention
 from fusion_lab.kernels.attention import padded_bias as padding
 from fusion_lab.kernels.calls import say_plain, watched, where
-from fusion_lab.kernels.common import check_shapes, multiplies
+from fusion_lab.kernels.common import check_devices, check_shapes, multiplies
 from fusion_lab.kernels.limits import WIDEST_HEAD
 from fusion_lab.kernels.precision import product_dtype
 
@@ -36,6 +36,7 @@ def checked(q, k, v, bias, mask):
         check_shapes(("k", k, (B, N, H, K, D)), ("v", v, (B, N, H, K, D)))
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}, but they must be the same")
+    check_devices(q=q, bias=bias, mask=mask)
     return q, k, v, spread("bias", bias, (B, 1, H, Q, K)), spread("mask", mask, (B, N, 1, 1, K))
 
 
@@ -85,14 +86,18 @@ def triangle_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tens
         lifted = [x if x is None else x[None] for x in (q, k, v, bias, mask, kv_lengths)]
         return triangle_attention(*lifted[:5], scale, kv_lengths=lifted[5])[0]
     if kv_lengths is not None:
+        if kv_lengths.dim() != 5 or kv_lengths.shape[2:] != (1, 1, 1):
+            raise ValueError(f"kv_lengths is {tuple(kv_lengths.shape)}, but must be (B, N, 1, 1, 1)")
         within = torch.arange(k.shape[3], device=k.device) < kv_lengths
         mask = within if mask is None else within & mask.bool()
     if torch.is_autocast_enabled(q.device.type):
         dtype = product_dtype(q)
         q, k, v = (x.to(dtype) if x.dtype in CAST else x for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.shape[-1] > WIDEST_HEAD or q.shape != k.shape or not multiplies(q, q.dtype):
+    if q.shape[-1] > WIDEST_HEAD or q.shape != k.shape or not multiplies(q, q.dtype) or not q.numel():
         given = checked(q, k, v, bias, mask)
+        if not q.numel():
+            return plain(*given, scale)
         keys = "" if q.shape == k.shape else "another number of keys than queries with "
         say_plain(NAME, f"{keys}heads of {q.shape[-1]} channels in {str(q.dtype)[6:]}")
         return plain(*given, scale)

@@ -70,7 +70,7 @@ class AttentionLayer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         x, drop, y, padded, transposed, key_bias, og, lse, *weights = ctx.saved_tensors
-        w, gradient, (_, axis, _) = Weights(*weights), gradient.contiguous(), ctx.settings
+        w, gradient, axis = Weights(*weights), gradient.contiguous(), ctx.settings[1]
         if ctx.recompute:
             y, _ = projections.NORM_PROJECT_OP(x, w.norm_weight, w.norm_bias, w.weight, None, ctx.eps,
                                                after=gradient)

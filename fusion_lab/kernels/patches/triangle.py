@@ -15,6 +15,9 @@ from fusion_lab.kernels.precision import product_dtype
 WHOLE_FROM = 640  # residues from which the GPU's time counts and not the host's, so that all of an attention
 # layer runs in kernels: fewer passes over memory, but more to do for the host
 
+PROJECTS = ("openfold", "openfold3", "boltz", "protenix")  # whose Linear and LayerNorm are torch's in effect
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 class Unfit(Exception):
     """Why a layer's own forward has to run."""
@@ -28,7 +31,10 @@ def require(holds, reason):
 def require_plain(modules):
     """Kernels read parameters and call no module: what a module does besides must not be lost."""
     for module in modules:
-        require(not module._forward_hooks and not module._forward_pre_hooks, "a hook on a part of it")
+        own = next(base for base in type(module).__mro__ if "forward" in vars(base))
+        require(own in (nn.Linear, nn.LayerNorm) or own.__module__.partition(".")[0] in PROJECTS,
+                f"a part of it is a {type(module).__name__} with a forward of its own")
+        require(not any(getattr(module, name) for name in HOOKS), "a hook on a part of it")
         require(getattr(module, "precision", None) is None, "a projection with a precision of its own")
 
 

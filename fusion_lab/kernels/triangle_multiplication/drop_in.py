@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusion_lab.kernels.calls import as_given, laid, once, say_plain, watched, where
-from fusion_lab.kernels.common import check_shapes, multiplies, shared_dtype
+from fusion_lab.kernels.common import check_devices, check_shapes, multiplies, shared_dtype
 from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
@@ -30,6 +30,7 @@ def check(x, mask, weights):
         if value is None and len(size) == 2:
             raise ValueError(f"{name} is missing")
     check_shapes(*given)
+    check_devices(x=x, mask=mask, **dict(zip(WEIGHTS, weights, strict=True)))
     pairs = x.shape[:-1]
     if mask is not None and (mask.dim() > len(pairs) or any(
             n not in (1, m) for n, m in zip(reversed(mask.shape), reversed(pairs), strict=False))):
@@ -43,16 +44,16 @@ def joined(x, p, g, columns):
     return torch.cat([x.new_zeros(columns) if each is None else each for each in (p, g)])
 
 
-def packed(x, weights, norms, dtype=None):
-    """operator.Weights from those of a call. dtype: that of products' weights, None: as it is; norms: the
-    LayerNorms' where they are not given."""
+def packed(x, weights, dtype=None):
+    """operator.Weights from those of a call. dtype: that of products' weights, None: as it is. LayerNorms
+    that are not given are 1 and 0."""
     (norm_in_weight, norm_in_bias, p_in, p_in_bias, g_in, g_in_bias, norm_out_weight, norm_out_bias,
      *products) = weights
     products = [torch.cat((p_in, g_in)), joined(x, p_in_bias, g_in_bias, p_in.shape[0]), *products]
     if dtype is not None:
         products = [w if w is None else w.to(dtype) for w in products]
-    norms = [default if given is None else given for default, given in zip(
-        norms, (norm_in_weight, norm_in_bias, norm_out_weight, norm_out_bias), strict=True)]
+    norms = [x.new_full(x.shape[-1:], default) if given is None else given for default, given in zip(
+        (1, 0, 1, 0), (norm_in_weight, norm_in_bias, norm_out_weight, norm_out_bias), strict=True)]
     return trimul.Weights(*norms[:2], *products[:2], *norms[2:], *products[2:])
 
 
@@ -70,7 +71,6 @@ class Update(trimul.Multiplication):
         self.shape = x.shape if x.dim() == 4 else (1, *x.shape)
         self.describe(trimul.Given(x if x.dim() == 4 else x[None], self.spread(mask), None), dtype,
                       biases, trimul.Settings(outgoing, eps, save))
-        self.norms = (x.new_ones(self.C), x.new_zeros(self.C)) * 2  # where they are not given
         self.given = [w is not None for w in weights]
         self.as_they_lie = all([t is None or t.is_contiguous() for t in (x, *weights)]) and x.dim() == 4
         need_cast = any([w is not None and w.dtype != dtype for w in (*weights[2:6], *weights[8:])])
@@ -88,7 +88,7 @@ class Update(trimul.Multiplication):
         """The update, and what backward reads."""
         pair = x if self.as_they_lie else x.contiguous().view(self.shape)
         weights = weights if self.as_they_lie else [w if w is None else w.contiguous() for w in weights]
-        parameters, mask = packed(x, weights, self.norms, self.cast), self.spread(mask)
+        parameters, mask = packed(x, weights, self.cast), self.spread(mask)
         if self.programs_of is None:
             parameters.check(self.C)
             self.programs_of = [trimul.programs(name, *self.shape[:2], self.C, self.dtype)
@@ -147,9 +147,9 @@ def plain(pair, weights, mask, *settings):
 def by_whole_function(function, x, mask, weights, *settings):
     """function(pair, operator.Weights, mask, *settings): where no call is kept."""
     check(x, mask, weights)
-    pair, c = x if x.dim() == 4 else x[None], x.shape[-1]
+    pair = x if x.dim() == 4 else x[None]
     mask = None if mask is None else mask.expand(pair.shape[:3])
-    parameters = packed(x, weights, (x.new_ones(c), x.new_zeros(c)) * 2)
+    parameters = packed(x, weights)
     return function(pair, parameters, mask, *settings).view(x.shape)
 
 
@@ -174,6 +174,8 @@ def triangle_multiplicative_update(
     weights = (norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias, norm_out_weight,
                norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias)
     outgoing, dtype, c = direction == "outgoing", product_dtype(x), x.shape[-1]
+    if not x.numel():
+        return by_whole_function(plain, x, mask, weights, outgoing, eps)
     if c not in CHANNELS or not multiplies(x, dtype):
         say_plain(NAME, f"{c} channels in {str(dtype)[6:]}")
         return by_whole_function(plain, x, mask, weights, outgoing, eps)

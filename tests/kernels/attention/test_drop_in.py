@@ -68,6 +68,13 @@ def test_saved_tensors_may_come_back_contiguous(across):
     assert equal(found, gradients(attend(), given))
 
 
+@pytest.mark.parametrize("B, length", [(0, S), (1, 0)])
+def test_of_nothing_there_is_nothing(B, length):
+    _, _, tensors = problem(torch.bfloat16, length, False, B=B)
+    out, *found = gradients(attend(), tensors)
+    assert out.numel() == 0 and not any(each.any() for each in found)
+
+
 def test_lengths_of_keys():
     _, _, tensors = problem(torch.bfloat16, S)
     lengths = torch.tensor([5, 1, 13])[None, :, None, None, None]
@@ -145,9 +152,12 @@ def test_what_is_refused_in_one_line():
     ours, _, (q, k, v, bias) = problem(torch.float32, S)
     for given, words in (((q, k, v.half(), bias), "v torch.float16, but"),
                          ((q, k, v[:, :2], bias), r"v is \(1, 2, 2, 13, 16\)"),
+                         ((q, k, v, bias.to("meta")), "bias is on meta"),
                          ((q, k, v, bias[:, 0]), r"bias is \(1, 2, 13, 13\)")):
         with pytest.raises(ValueError, match=words):
             ours(*given)
+    with pytest.raises(ValueError, match="kv_lengths is"):
+        drop_in.triangle_attention(q, k, v, bias, kv_lengths=torch.ones(1, 1, 1, 1, S))
     with pytest.raises(ValueError, match="return_aux"):
         drop_in.triangle_attention(q, k, v, bias, return_aux=True)
 

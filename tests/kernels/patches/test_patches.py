@@ -211,8 +211,21 @@ def adapted(layer):
     layer.mha.linear_q = Adapter(layer.mha.linear_q)
 
 
+class LowRank(nn.Linear):
+    """A Linear that adds something, as LoRA does."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
 CHANGES = {  # a layer, what is done to it, and what the warning says
     "hook": ("OpenFold, starting", hooked, "a hook"),
+    "hook on a gradient": ("OpenFold, outgoing", lambda x: x.linear_z.register_full_backward_hook(
+        lambda *_: None), "a hook"),
+    "low rank": ("OpenFold, starting", lambda x: setattr(x.mha, "linear_q", LowRank(C, C, bias=False)),
+                 "LowRank with a forward of its own"),
+    "another norm": ("OpenFold, outgoing", lambda x: setattr(x, "layer_norm_in", nn.RMSNorm(C)),
+                     "RMSNorm with a forward of its own"),
     "adapter": ("OpenFold, starting", adapted, "a projection is a Adapter"),
     "precision": ("OpenFold, starting", lambda x: setattr(x.mha.linear_q, "precision", torch.float32),
                   "precision of its own"),

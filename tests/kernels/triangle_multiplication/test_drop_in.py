@@ -85,3 +85,10 @@ def test_biases_by_cuequivariances_names():
     product = 3 * (2 * 0.5) * (right * 0.5)  # three residues; gates of sigmoid(0)
     expected = (product - product.mean()) / product.std(correction=0) + 3
     assert torch.allclose(out, expected.expand_as(out), atol=1e-4)
+
+
+@pytest.mark.parametrize("B, S", [(0, 5), (1, 0)])
+def test_of_nothing_there_is_nothing(B, S):
+    ours, _, (x, *weights) = problem(torch.bfloat16, max(1, S), masked=False)
+    out, *found = gradients(ours, [x.new_empty(B, S, S, x.shape[-1]), *weights])
+    assert out.numel() == 0 and not any(each.any() for each in found)
