@@ -72,7 +72,7 @@ def checkout(text):
     """For --root: the directory of a checkout."""
     root = pathlib.Path(text).resolve()
     if not (root / "benchmarks" / "ladder_rung.py").is_file():
-        raise UserError(f"--root {text}: no checkout of this project")
+        raise UserError(f"{text}: no checkout of this project")
     return root
 
 

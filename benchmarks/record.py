@@ -12,6 +12,7 @@ forbid, 4 if "step" has no GPU (--quick tries a tiny size on a CPU).
 import os
 import pathlib
 import shlex
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -40,6 +41,7 @@ SIZES = ("B4 S64 N16", "B1 S256 N64")
 FREE = ("use_amp", "amp_dtype", "use_tf32", "device")  # what a step may choose beside its fusions
 LOSS_TOLERANCE = 2e-3  # of the mean loss of 200 steps: precisions differ by 7e-4, seeds by 15e-3
 SEEDS = ("1", "2", "3")
+AS_ALL = ("--eval-every", "1000000", "--log-every", "10")  # data is loaded during both, but their time is not
 HELD_OUT = "1AQT_A,1CZP_A,1GN0_A,1MVO_A,1T8K_A,1UCS_A,1Z2U_A,2EVB_A,2O9S_A,2QLC_A"
 
 
@@ -54,14 +56,14 @@ def step(asked, settings):
     shapes = [TINY] if asked.quick else [SHAPES[name] for name in SIZES]
     timed, compared_steps = (2, 5) if asked.quick else (30, 200)
     rows = [row for sizes in shapes for row in measured(
-        [(sizes + label, root, sizes.split() + flags[label]) for label, root in roots.items()], timed)]
+        [(sizes + label, root, flags[label] + sizes.split()) for label, root in roots.items()], timed)]
     print(*compared(rows, list(roots)), sep="\n")
     mine = [row for row in rows if row["name"].endswith(" (candidate)")]
-    broken = [row.get("failed") or row["failures"][0] for row in mine if not row.get("accurate")]
+    broken = [row.get("failed") or row["failures"][0] for row in rows if not row.get("accurate")]
     if broken:
         return [], rows, broken
     plain = ["--disable-all-fusion", "--device", settings.training.device]
-    runs = [summary_of([*shapes[0].split(), *chosen, "--num-steps", str(compared_steps)])
+    runs = [summary_of([*chosen, *shapes[0].split(), "--num-steps", str(compared_steps)])
             for chosen in (plain, asked.flags)]
     losses = [run["performance_summary"]["avg_loss"] for run in runs]
     print("mean loss of {} steps: {:.4f} in plain float32, {:.4f}".format(compared_steps, *losses))
@@ -71,13 +73,14 @@ def step(asked, settings):
 
 
 def dca_precision(data, names):
-    """Mean P(L/2) of mean-field DCA on these families of a directory."""
-    found = []
-    for protein in load_families(data)[0]:
-        if protein.name in names:
-            coords = torch.from_numpy(protein.coords)
-            scores = mean_field_dca(some_rows(protein.msa, YARDSTICK_ROWS))
-            found.append(contact_precision(scores, coords.nan_to_num(), coords.isfinite().all(dim=1))["p_l2"])
+    """Mean P(L/2) of mean-field DCA on these families of a directory. UserError where one is missing."""
+    found, families = [], {protein.name: protein for protein in load_families(data)[0]}
+    if missing := [name for name in names if name not in families]:
+        raise UserError(f"{data}: lacks {', '.join(missing)}; RECORDS.md says how the directory is made")
+    for protein in map(families.get, names):
+        coords = torch.from_numpy(protein.coords)
+        scores = mean_field_dca(some_rows(protein.msa, YARDSTICK_ROWS))
+        found.append(contact_precision(scores, coords.nan_to_num(), coords.isfinite().all(dim=1))["p_l2"])
     return fmean(found)
 
 
@@ -88,9 +91,10 @@ def learn(asked, settings):
     broken, runs = compare_numerics(PROGRAM, settings, choose_device(settings.training.device))[1], []
     if broken:
         return [], runs, broken[:3]
-    dca = dca_precision(asked.data, asked.holdout.split(","))
+    dca = dca_precision(asked.data, HELD_OUT.split(","))
     for seed in SEEDS:
-        found = summary_of([*asked.flags, "--data", asked.data, "--holdout", asked.holdout, "--seed", seed])
+        found = summary_of([*asked.flags, *AS_ALL, "--data", asked.data, "--holdout", HELD_OUT,
+                            "--seed", seed])
         figures, families = found["performance_summary"], found["evaluation"]["final"]["held_out"]
         runs.append(dict(seed=seed, seconds=figures["total_samples"] / figures["avg_training_speed"], dca=dca,
                          p_l2=fmean(family["p_l2"] for family in families.values()), families=families))
@@ -105,10 +109,10 @@ def main(argv=None):
     parser = Parser(prog="record.py", description=__doc__, usage="%(prog)s [options] {step,learn} -- FLAGS")
     parser.add_argument("track", choices=("step", "learn"))
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for record.json")
-    parser.add_argument("--record", type=checkout, help="step: checkout of the record (default: none)")
+    parser.add_argument("--record", type=checkout, help="step: checkout of the record, timed with the"
+                        f" flags {ULTRA} (default: none)")
     parser.add_argument("--quick", action="store_true", help="step: a tiny size, to try the script on a CPU")
     parser.add_argument("--data", type=os.path.abspath, help="learn: directory of families of RECORDS.md")
-    parser.add_argument("--holdout", default=HELD_OUT, help="learn: families (default: %(default)s)")
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
     asked = parser.parse_args(argv[:end])
@@ -126,7 +130,9 @@ def main(argv=None):
     if broken:
         print("Refused:", *broken, sep="\n")
         return 1
-    print("", time.strftime("%F"), f"`{shlex.join(asked.flags)}`", (system["git_commit"] or "no commit")[:7],
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, check=False).returncode == 1
+    commit = (system["git_commit"] or "no commit")[:7] + ", changed" * changed
+    print("", time.strftime("%F"), f"`{shlex.join(asked.flags)}`", commit,
           system["gpu_name"] or system["host_cpu"], *cells, "", sep=" | ")
     return 0
 

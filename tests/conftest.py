@@ -6,15 +6,19 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 
 import pytest
 
 from tests.support import gone, require_shared, wait_for
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+ENDED = "TESTS_SECOND_SESSION"  # the file into which the second session writes how it has ended
+INTERPRETING = ENDED in os.environ
 UNWRITTEN = "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"  # new memory: -1.7e38, no old result
 SECOND = pytest.StashKey()  # whether a session in the interpreter follows
+if not INTERPRETING:
+    os.environ.pop("TRITON_INTERPRET", None)  # of who has been at the puzzles
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +64,8 @@ def leave_out(config, items, condition):
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     """Of pytest-xdist, whose first process collects nothing."""
-    node.config.stash[SECOND] = getattr(node, "workeroutput", {}).get("second", False)
+    stash = node.config.stash
+    stash[SECOND] = stash.get(SECOND, False) or getattr(node, "workeroutput", {}).get("second", False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -69,14 +74,20 @@ def pytest_sessionfinish(session):
     both: tests marked `interpreted` run in a second session, with the arguments of this one."""
     yield
     config, nothing = session.config, pytest.ExitCode.NO_TESTS_COLLECTED
+    if INTERPRETING and not hasattr(config, "workeroutput"):
+        pathlib.Path(os.environ[ENDED]).write_text(str(int(session.exitstatus)))
     ended = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, nothing)
     if config.stash.get(SECOND, False) and ended and not (
             session.shouldfail or config.option.collectonly or hasattr(config, "workeroutput")):
         print(flush=True)
         command = [sys.executable, "-m", "pytest", *config.invocation_params.args]
-        done = subprocess.run(command, cwd=config.invocation_params.dir, check=False, env={
-            **os.environ, "TRITON_INTERPRET": "1", "GLIBC_TUNABLES": UNWRITTEN})
-        session.exitstatus = done.returncode if session.exitstatus in (0, nothing) else session.exitstatus
+        with tempfile.NamedTemporaryFile("r") as file:
+            code = subprocess.run(command, cwd=config.invocation_params.dir, check=False, env={
+                **os.environ, ENDED: file.name, "TRITON_INTERPRET": "1",
+                "GLIBC_TUNABLES": UNWRITTEN}).returncode
+            if code == 0 and file.read() != "0":  # it has ended within a test
+                code = pytest.ExitCode.INTERNAL_ERROR
+        session.exitstatus = code if session.exitstatus in (0, nothing) else session.exitstatus
 
 
 def pytest_terminal_summary(terminalreporter):

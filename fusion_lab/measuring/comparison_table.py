@@ -90,16 +90,17 @@ def headline(rows, launch_kind):
     if after is before:
         return []
     speed, shorter = f"{after.speedup:.2f}x", cell(after.batch_time_reduction_percent, ".1f", unit="%")
+    slow = "a slowdown" * (round(after.speedup, 2) < 1)
     if after.gain.decided:
-        slow, rate = " (a slowdown)" * (round(after.speedup, 2) < 1), after.samples_per_second
+        slow, rate = f" ({slow})" * bool(slow), after.samples_per_second
         old, new = after.baseline_batch_time, after.median_batch_time
         rates = f"{slow} ({rate * new / old:.1f} -> {rate:.1f} samples/sec)"
         times = f"{slow} ({1e3 * old:.2f} -> {1e3 * new:.2f} ms)"
-    elif after.speedup_low is None:
-        rates = times = " (too few rounds to say)"
-    else:  # medians may differ in the other direction than the ratios do
-        rates = f" (95% interval {after.speedup_low:.2f} to {after.speedup_high:.2f}, within noise)"
-        times = " (within noise)"
+    else:  # no medians, which may differ in the other direction than the ratios do
+        slow, low = f"{slow}, " * bool(slow), after.speedup_low
+        doubt = "too few rounds to say" if low is None else "within noise"
+        interval = "" if low is None else f"95% interval {low:.2f} to {after.speedup_high:.2f}, "
+        rates, times = f" ({slow}{interval}{doubt})", f" ({slow}{doubt})"
     launches = memory = f"not measured for {after.name}"
     if after.launch_reduction_percent is not None:
         launches = (f"{cell(after.launch_reduction_percent, '.1f', unit='%')} measured by {after.name} "

@@ -39,7 +39,9 @@ def drawn(path, plot, *data, **layout):
     with spared(os.path.basename(path)):
         pyplot = require_matplotlib()
         figure, axes = pyplot.subplots(layout="constrained", **layout)
-        plot(axes, *data)
-        write_atomically(path, lambda file: figure.savefig(file, dpi=110, format="png"))
-        pyplot.close(figure)
+        try:
+            plot(axes, *data)
+            write_atomically(path, lambda file: figure.savefig(file, dpi=110, format="png"))
+        finally:
+            pyplot.close(figure)
         return path

@@ -54,7 +54,9 @@ def fusion_named(name, given):
             names = ", ".join((*whole, f"{ONLY}X", f"{WITHOUT}X", "X+Y", f"{FUSED}+X"))
             possible = [*switches, *(whole if name.startswith(unknown[0]) else ())]
             near = difflib.get_close_matches(unknown[0], possible, 1)
-            meant = f"did you mean {name.replace(unknown[0], near[0])}? It " if near else ""
+            meant = "+".join(part.replace(unknown[0], near[0]) if near and part.endswith(unknown[0]) else part
+                             for part in name.split("+"))
+            meant = f"did you mean {meant}? It " if near else ""
             raise UserError(f"--variants {name!r}: {meant}must be {names}, where X is one of "
                             f"{', '.join(switches)}; {unknown[0]!r} is none")
         fusion = replace(fusion, **{switches[word]: on for word in words})

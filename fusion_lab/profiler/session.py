@@ -58,8 +58,10 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
         analysis["compared_with"] = compare_sessions(earlier[1], analysis, earlier[0])
     trace = TraceAnalysis(read_trace(os.path.join(directory, analysis["trace"])), program.model.SUBLAYERS)
     write_json(path, finite(analysis))
+    report = os.path.join(directory, REPORT)
+    write_lines(report, report_lines(program, settings, analysis, []))  # before what may fail or last
     pictures = [] if code else write_plots(directory, analysis, trace)
-    write_lines(os.path.join(directory, REPORT), report_lines(program, settings, analysis, pictures))
+    write_lines(report, report_lines(program, settings, analysis, pictures))
     print_session(analysis, directory, pictures)
     if code:
         raise UserError("interrupted: the report is of the steps that there were", code)

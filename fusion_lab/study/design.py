@@ -16,7 +16,7 @@ class Study:
     """All that a study's results depend on.
 
     A shape is a size for each axis, {"batch_size": 2, "seq_len": 32, ...}. A point is a shape in a run: one
-    process, in which the steps of all settings alternate.
+    process, in which the steps of all settings alternate. Raises ValueError for content of another form.
     """
     program: str  # the model's file, from the project's root if it lies below
     axes: dict    # {"seq_len": "S", ...}
@@ -27,6 +27,14 @@ class Study:
     device: str
     amp_dtype: str | None
     trainer_flags: list
+
+    def __post_init__(self):
+        words = [self.program, self.device, *self.settings, *self.trainer_flags, *self.axes.values()]
+        numbers = [self.num_runs, self.num_steps, *itertools.chain(*self.sizes.values())]
+        if not (all(isinstance(word, str) for word in words) and self.settings
+                and self.axes.keys() == self.sizes.keys() and all(self.sizes.values())
+                and all(type(number) is int and number > 0 for number in numbers)):
+            raise ValueError("not words and whole numbers, each in its place")
 
     def shapes(self):
         return [dict(zip(self.axes, sizes, strict=True)) for sizes in itertools.product(*self.sizes.values())]

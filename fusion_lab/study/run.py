@@ -20,39 +20,48 @@ from fusion_lab.measuring.compare import compare_apart
 from fusion_lab.measuring.variants import BASELINE
 from fusion_lab.study.design import Study
 from fusion_lab.study.summary import principal
-from fusion_lab.training.files import UserError, claim, read_json, write_json
+from fusion_lab.training.files import UserError, claim, read_json, write_atomically, write_json
 
+KEYS = {"run", "ok", "reason", "seconds", "system_info", "rows"}  # of a line
 RUNNING = "running-"  # begins the name of a point's own directory, below the study's, since /tmp may be small
 
 
 # --- What the directory holds -------------------------------------------------------------------------------
 
 
+def kept(directory):
+    """The lines of results.jsonl, without a last one that a kill cut short."""
+    path = os.path.join(directory, "results.jsonl")
+    if not os.path.exists(path):
+        return []
+    with open(path, "rb") as file:
+        *lines, last = file.read().split(b"\n")
+    with contextlib.suppress(ValueError):  # as the nothing behind the end of a line is
+        json.loads(last)
+        lines.append(last)
+    return lines
+
+
 def read_lines(directory, study):
-    """{(run, label): line} of a study. What is no line of a point, such as one that a kill cut short, is left
-    out, and its point runs again."""
-    path, found = os.path.join(directory, "results.jsonl"), {}
-    points = {(run, study.label(shape)) for run, shape in study.points()}
-    if os.path.exists(path):
-        with open(path, "rb") as file:
-            for text in file:
-                with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-                    line = json.loads(text)
-                    point = line["run"], study.label(line)
-                    whole = {"ok", "reason", "seconds", "system_info"} <= line.keys()
-                    if point in points and whole and all(row["name"] for row in line["rows"]):
-                        found[point] = line
+    """{(run, label): line} of a study. Raises UserError for a line that is not the result of a point."""
+    found = {}
+    for number, text in enumerate(kept(directory), 1):
+        try:
+            line = json.loads(text)
+            timed = [row for row in line["rows"] if row["name"] and "median_batch_time" in row]
+            if not KEYS <= line.keys() or not all("speedup" in row for row in timed):
+                raise ValueError
+            found[line["run"], study.label(line)] = line
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            raise UserError(f"{os.path.join(directory, 'results.jsonl')}: line {number} is not the result of "
+                            "a point; mend or delete it") from None
     return found
 
 
 def append(directory, line):
     """Write a line, on the disk before the next point begins."""
-    with open(os.path.join(directory, "results.jsonl"), "a+b") as file:
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)  # a line that a kill cut short
-        file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    lines = [*kept(directory), json.dumps(line, allow_nan=False).encode(), b""]
+    write_atomically(os.path.join(directory, "results.jsonl"), lambda file: file.write(b"\n".join(lines)))
 
 
 def open_directory(name, study, command):
@@ -77,7 +86,7 @@ def read_config(directory):
     content = read_json(path, "study's config")
     try:
         return Study(**content["study"]), {key: content[key] for key in ("command", "created")}
-    except (KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(f"{path}: not the config of a study, or an earlier version's") from None
 
 

@@ -13,6 +13,7 @@ from fusion_lab.training.files import (
     UserError,
     claim_file,
     printable,
+    require_file,
     set_aside,
     write_atomically,
 )
@@ -78,11 +79,17 @@ def save(trainer, path):
         write_atomically(path, partial(torch.save, snapshot(trainer)))
 
 
+OTHER_RESULTS = (".json", ".jsonl", ".png", ".tsv")  # of a run
+
+
 def claim_outputs(trainer, resumed):
     """Make the run's directory and the files that it saves into its own, or raise UserError now rather than
     after hours of training. A run that is resumed in its own directory goes on in it."""
     # Judge, before anything is moved: only a checkpoint of this program may be replaced
     paths = {flag(name): getattr(trainer.training, name) for name in ("save_checkpoint", "save_best")}
+    for name, path in paths.items():
+        if path and path.endswith(OTHER_RESULTS):
+            raise UserError(f"{name} {path}: so this run names other results; give it a name in .pt")
     earlier = {path: read_saved(path, name, trainer.program) if os.path.lexists(path) else None
                for name, path in paths.items() if path}
     # Hold: no other run writes there from now on
@@ -110,6 +117,7 @@ def read_saved(path, what, program, *kinds):
     entries of the zip file are checked first. Neither packed entries nor a view of few numbers may ask for
     more memory than the file has bytes. Raises UserError, which begins with what the file should be."""
     try:
+        require_file(path)
         with zipfile.ZipFile(path) as entries:
             listed = entries.infolist()
             sound = (sum(e.file_size for e in listed) <= os.path.getsize(path) and entries.testzip() is None

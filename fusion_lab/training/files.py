@@ -83,6 +83,7 @@ def read_json(path, what="file"):
     """The object in a JSON file, NaN and infinity as None. Raises UserError that names it: what says what it
     should be."""
     try:
+        require_file(path)
         with open(path, "rb") as file:
             content = json.loads(file.read(), parse_constant=lambda _: None)
     except OSError as error:

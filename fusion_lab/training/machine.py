@@ -106,7 +106,8 @@ def free_memory(device):
     with contextlib.suppress(OSError, ValueError):  # of a container; "max" where there is no limit
         limit, used = (int(text_of(f"/sys/fs/cgroup/memory.{kind}")) for kind in ("max", "current"))
         taken = dict(line.split() for line in text_of("/sys/fs/cgroup/memory.stat").splitlines())
-        free.append(limit - used + int(taken.get("file", 0)))  # a cache gives way
+        gives_way = int(taken.get("file", 0)) - int(taken.get("shmem", 0))  # a cache, but no /dev/shm
+        free.append(limit - used + gives_way)
     return min(free, default=None)
 
 

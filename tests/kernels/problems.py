@@ -231,6 +231,8 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
         "one wide head": (1, 3, 5, 64, 1, 2, None, True, True, 1),
         "whole tiles": (2, 16, 16, 16, 1, 1, "own", True, True, 2),
         "wide heads": (1, 3, 5, 128, 2, 1, None, True, True, 2),
+        "a part of a tile of lines, rows dropped": (2, 3, 32, 16, 1, 1, None, False, True, 1),
+        "a part of a tile of lines, columns dropped": (2, 3, 32, 16, 1, 1, None, False, True, 2),
         "tiles of lines, rows dropped": (2, 16, 8, 16, 1, 1, None, False, True, 1),
         "tiles of lines, columns dropped": (2, 8, 16, 16, 1, 2, None, False, True, 2),
         "lines of tiles, rows dropped": (2, 3, 128, 16, 1, 1, None, False, True, 1),

@@ -198,6 +198,15 @@ def test_a_compiled_variant_is_the_same_command_line_in_a_process_of_its_own(tmp
     assert again.having(profile_dir=settings.profiler.profile_dir, num_steps=9) == settings
 
 
+def test_a_variant_whose_process_was_cut_short_is_not_measured(monkeypatch):
+    """Whatever its comparison had found by then."""
+    variant = make_variants(SETTINGS, "compiled", False)[1]
+    found = dict(variants=[dict(name="compiled", measured=True, fusion_config={}, step_times=[1.0])])
+    monkeypatch.setattr(compare, "compare_apart", lambda *_: (found, "exit code 143"))
+    row = compare.measure_apart(SECOND, SETTINGS, variant, 4, SimpleNamespace(signal=None))
+    assert not row.measured and row.reason == "exit code 143"
+
+
 @pytest.mark.parametrize("code, text, reason", [
     (0, "p: error: x", None), (2, "[   2 s] counting\np: error: no such row\n", "no such row"),
     (1, "torch.OutOfMemoryError: no memory\nadvice\n", "torch.OutOfMemoryError: no memory"),
@@ -303,6 +312,8 @@ def test_a_headline_that_is_not_sure_shows_no_medians_which_may_differ_the_other
         lines = headline([ROWS[0], row], "cpu_ops")
         assert lines[0] == f"Training speed: 1.12x speed-up by fused ({rates})"
         assert lines[2] == f"Batch time improvement: 10.7% by fused ({times})"
+        slower = dataclasses.replace(row, speedup=0.96)
+        assert all("(a slowdown, " in headline([ROWS[0], slower], "cpu_ops")[line] for line in (0, 2))
 
 
 def test_below_the_table():

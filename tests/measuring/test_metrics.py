@@ -64,7 +64,8 @@ def test_what_comes_again_is_cut(later, tmp_path):
 
 @pytest.mark.parametrize("content, norm, resume, own", [
     (KNOWN, 0.5, "c.pt", True), (KNOWN, 0.25, "c.pt", False), (KNOWN[:4], 0.5, "c.pt", False),
-    (KNOWN, 0.5, None, False), (None, 0.5, "c.pt", False)])
+    ([*KNOWN[:4], line(4, norm=None)], float("inf"), "c.pt", True), (KNOWN, 0.5, None, False),
+    (None, 0.5, "c.pt", False)])
 def test_a_resumed_run_knows_its_directory_by_the_norm_of_its_last_step(content, norm, resume, own, tmp_path):
     if content:
         (tmp_path / "metrics.jsonl").write_text("".join(content))

@@ -116,6 +116,14 @@ def test_against_an_earlier_run(capsys):
     assert summary.print_against(earlier(40.0), now(None))["memory_reduction_percent"] is None
 
 
+def test_another_torch_and_other_fusions_are_named(capsys):
+    before = earlier(system_info=dict(gpu_name=None, torch_version="2.10"), fusion_config=dict(enable_x=True))
+    found = summary.print_against(before, now(system_info=dict(gpu_name=None, torch_version="2.13"),
+                                              fusion_config=dict(enable_x=False)))
+    assert found["differences"] == ["torch_version 2.10 -> 2.13", "enable_x True -> False"]
+    assert found["speedup"] == 2.5 and "Fusions: enable_x True -> False" in capsys.readouterr().out
+
+
 def of_steps(*milliseconds):
     """A performance_summary whose batches are of four samples."""
     mean = sum(milliseconds) / len(milliseconds) / 1e3

@@ -342,3 +342,37 @@ def test_costs_of_every_sub_layer_by_hand():
     assert few["outer_product_mean"].flops == 4 * 4 * 4 * 5 + 2 * 4 * 25 * 6 + 2 * 16 * 5 * 6
     twice = costs_of(**sizes, num_blocks=2)
     assert all(twice[name].flops == (1 if name == "heads" else 2) * found[name].flops for name in found)
+
+
+@pytest.mark.parametrize("chosen", ["math", "sdpa", "flex"])
+def test_the_chosen_attention_is_what_runs(chosen, monkeypatch):
+    ran, sdpa = [], tof.F.scaled_dot_product_attention
+    q, k, v = torch.randn(3, 2, 3, 4, 5, 8)
+    monkeypatch.setattr(tof.attention_choice, "attention_backend", lambda *_, **__: chosen)
+    monkeypatch.setattr(tof.attention_choice, "flex_attend",
+                        lambda *given: ran.append(("flex", given)) or given[0])
+    monkeypatch.setattr(tof.F, "scaled_dot_product_attention",
+                        lambda *given: ran.append(("sdpa",)) or sdpa(*given))
+    out = tof.attend(q, k, v)
+    assert ran == {"math": [], "sdpa": [("sdpa",)], "flex": [("flex", (q, k, v, None))]}[chosen]
+    expected = q if chosen == "flex" else (q @ k.mT / 8 ** 0.5).softmax(-1) @ v
+    torch.testing.assert_close(out, expected)
+    tof.attend(q, k, v, torch.zeros(2, 4, 5, 5))
+    assert len(ran) == {"math": 0, "sdpa": 1 + 2, "flex": 2}[chosen]  # with a bias sample by sample
+
+
+def test_probabilities_of_plain_attention_are_made_in_float32(monkeypatch):
+    asked, softmax = [], torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax",
+                        lambda x, dim, dtype=None: asked.append(dtype) or softmax(x, dim, dtype=dtype))
+    tof.attend(*torch.randn(3, 1, 2, 2, 5, 8).bfloat16(), backend="math")
+    assert asked == [torch.float32]
+
+
+@pytest.mark.parametrize("residues, shared", [(128, True), (129, False)])
+def test_what_the_compiler_is_asked_for(residues, shared):
+    model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(num_blocks=1, seq_len=residues), tof.FusionConfig(
+        enable_torch_compile=True, torch_compile_mode="reduce-overhead"))
+    options = model.compile_options()["options"]
+    asked = torch._inductor.list_mode_options("reduce-overhead").items()
+    assert asked and asked <= options.items() and options["combo_kernels"] is shared

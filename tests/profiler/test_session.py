@@ -103,6 +103,7 @@ def test_a_session_attributes_time_and_operations(session):
     assert sum(e["share"] for e in table.values()) == pytest.approx(1.0)
     assert sum(e["launches"] or 0 for e in table.values()) == result["launches_per_step"]
     assert result["coverage"]["unattributed"] == pytest.approx(0, abs=0.01)
+    assert result["coverage"]["sublayers"] > 0.5
     assert all(e["calls"] == 1 and e["total_us"] > 0 for (name, _), e in table.items() if name != "rest")
     total = sum(e["total_us"] for e in table.values())
     assert 0.3 < total / (1e3 * result["step"]["untraced_ms"]) < 3

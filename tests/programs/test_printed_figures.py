@@ -156,6 +156,7 @@ def of_a_variant(row, baseline, own, first):
     yield "FLOPs", row["flops_per_step"], own.flops
     yield "first loss", row["first_loss"], pytest.approx(baseline["first_loss"], rel=1e-2)
     yield "median", row["median_batch_time"], pytest.approx(median)
+    yield "TFLOP/s", row["achieved_tflops"], pytest.approx(own.flops / median / 1e12)
     yield "speed-up", row["speedup"], pytest.approx(ratios[3])
     yield "interval", (row["speedup_low"], row["speedup_high"]), (None, None) if row is baseline else (
         pytest.approx(ratios[0]), pytest.approx(ratios[6]))  # of seven, all: 98%

@@ -145,3 +145,14 @@ def test_readme_is_short_and_its_example_runs(tmp_path):
     (tmp_path / "example.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1))
     done = run_program(tmp_path / "example.py", env=dict(PYTHONPATH=str(ROOT)))
     assert done.returncode == 0 and done.stdout.count("[1, 32, 32]") == 2, done.stderr
+
+
+@pytest.mark.parametrize("given, expected", [
+    ({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])
+def test_threads_wait_less_unless_the_user_decides(given, expected, tmp_path, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):  # which a program started in this process has set
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "torch.py").write_text("import os\nraise SystemExit(str(os.environ.get('GOMP_SPINCOUNT')))")
+    done = run_program("tiny_openfold_v2.py", "--num-steps", "1", cwd=tmp_path,
+                       env=dict(given, PYTHONPATH=str(tmp_path)))
+    assert done.stderr == f"{expected}\n"

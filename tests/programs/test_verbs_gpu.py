@@ -16,7 +16,7 @@ import pytest
 from fusion_lab.measuring.variants import make_variants
 from fusion_lab.training.flags import make_parser, parse
 from fusion_lab.training.program import load_program
-from tests.programs.verbs import Run, Verb, judge, perform, read, the_file
+from tests.programs.verbs import ROW, Run, Verb, judge, perform, read, the_file
 from tests.support import ROOT
 
 FEW = "--num-steps 3 --warmup-steps 1"
@@ -257,7 +257,7 @@ def test_programs_accept_the_flags_and_have_these_rows():
                         verb.name, reason)
 
 
-FIGURES = dict(median_batch_time=.1, speedup=1.0, peak_memory_mb=3.0, launches_per_step=4, final_loss=7.0)
+FIGURES = dict.fromkeys(ROW, 1.0)
 COMPARED = Verb("compare", ("tiny_openfold_v2.py --compare-fusion",), ("table.json",),
                 measured=("baseline", "fused"), named=("only-idle",), expected=("it is idle",))
 
@@ -285,14 +285,15 @@ def test_the_judge_finds_nothing_in_a_good_run(tmp_path):
     (2, dict(reason="NotImplementedError: no rule; it is idle"), "only-idle: not measured: NotImpl"),
     (2, dict(measured=True, reason=None, **FIGURES), "only-idle was measured"),
     (1, dict(speedup=math.nan), "variants/1/speedup is nan"),
-    (1, dict(peak_memory_mb=0.0), "peak_memory_mb is 0.0"),
+    (1, dict(peak_memory_mb=0.0), "peak_memory_mb is 0.0"), (1, dict(speedup=None), "fused: no speedup"),
     (1, dict(median_forward_time=None), "median_forward_time is null")])
 def test_the_judge_complains_about_rows(number, changes, words, tmp_path):
     assert any(words in complaint for complaint in judged(tmp_path, number, changes))
 
 
 @pytest.mark.parametrize("values, words", [
-    (dict(results=[dict(passed=False)]), "passed is False"),
+    (dict(results=[dict(passed=False)]), "passed is False"), (dict(results=[dict(variants=[])]), "rows []"),
+    (dict(results=[dict(performance_summary=dict(median_batch_time=.1))]), "no peak_memory_mb"),
     (dict(stderr="W1124 17:31:39.123000 81 torch/_inductor/utils.py:1] Not enough SMs"), "a warning: W1124"),
     (dict(stderr="Traceback (most recent call last):"), "a traceback"),
     (dict(stdout="falling back to eager"), "not expected: falling back"),

@@ -38,6 +38,12 @@ POSITIVE = {"median_batch_time", "p20_batch_time", "p80_batch_time", "avg_batch_
             "untraced_ms"}
 
 
+SUMMARY = ("median_batch_time", "peak_memory_mb", "launches_per_step", "saved_activation_mb",
+           "flops_per_step", "first_loss", "final_loss")  # which performance_summary_*.json must have
+ROW = ("median_batch_time", "p20_batch_time", "p80_batch_time", "samples_per_second", "speedup",
+       "peak_memory_mb", "launches_per_step", "saved_activation_mb", "flops_per_step", "final_loss")
+
+
 @dataclass(frozen=True)
 class Verb:
     """Commands for one directory, one after the other. Results are the JSON files that their last lines name,
@@ -203,7 +209,7 @@ def in_numbers(verb, result):
 
 
 def in_rows(verb, result):
-    """Complaints about the rows of a comparison."""
+    """Complaints about the rows of a comparison, and about what a training run's summary lacks."""
     rows = {row["name"]: row for row in result.get("variants", ())}
     if {*rows} != {*verb.measured, *verb.named}:
         yield f"rows {sorted(rows)}, expected {sorted({*verb.measured, *verb.named})}"
@@ -212,6 +218,10 @@ def in_rows(verb, result):
             yield f"{name} was measured, though it is nothing of its own here"
         elif name in verb.measured and not row["measured"]:
             yield f"{name} was not measured: {row['reason']}"
+        elif row["measured"]:
+            yield from (f"{name}: no {key}" for key in ROW if row.get(key) is None and key not in verb.null)
+    if (summary := result.get("performance_summary")) is not None:
+        yield from (f"no {key}" for key in SUMMARY if summary.get(key) is None and key not in verb.null)
 
 
 def judge(verb, run, directory):

@@ -99,6 +99,14 @@ def test_a_run_with_a_structure(setup, capsys):
     assert (setup / "again" / "x.pdb").read_bytes() == first
 
 
+def test_a_fold_never_takes_the_place_of_the_structure_that_it_is_compared_with(setup, capsys):
+    pytest.importorskip("gemmi")
+    write_truth(setup / "x.pdb")
+    before = (setup / "x.pdb").read_bytes()
+    assert run("x.a3m", "--structure", "x.pdb:A", "-o", ".") == 2
+    assert "place of x.pdb" in capsys.readouterr().err and (setup / "x.pdb").read_bytes() == before
+
+
 @pytest.mark.parametrize("sequence", ["M", "MK", "MKT"])
 def test_the_shortest_chains(setup, sequence, capsys):
     (setup / "s.a3m").write_text(f">s\n{sequence}\n")

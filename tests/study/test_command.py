@@ -172,12 +172,40 @@ def test_a_killed_study_is_continued(fake):
     study.communicate(timeout=PATIENCE)
     before = lines_of()
     with open("s/results.jsonl", "ab") as file:
-        file.write(json.dumps(dict(before[0], run=[])).encode() + b"\n"
-                   + json.dumps(dict(before[0], rows=None)).encode()
-                   + b'\n[]\n{"run": 1}\n{"batch_size": 2, "wid')  # such as a kill within a write leaves
+        file.write(b'{"batch_size": 2, "wid')  # what a kill in the middle of a write leaves
     assert fake("--report-only") == 0 and fake() == 0
-    assert lines_of()[:len(before)] == before and len(lines_of()) == 4 + 4
+    assert lines_of()[:len(before)] == before and len(lines_of()) == 4
     assert not [name for name in os.listdir("s") if name.startswith("running")]
+
+
+def test_a_last_line_without_its_end_counts(fake):
+    """As an editor leaves it."""
+    assert fake() == 0
+    path, before = pathlib.Path("s/results.jsonl"), lines_of()
+    path.write_bytes(path.read_bytes().rstrip())
+    assert fake("--num-runs", 3) == 0 and lines_of()[:4] == before and len(lines_of()) == 6
+
+
+@pytest.mark.parametrize("file, content", [
+    ("results.jsonl", "nonsense\n"), ("results.jsonl", "[]\n"), ("results.jsonl", '{"run": 1}\n'),
+    ("results.jsonl", {"rows": None}), ("results.jsonl", {"run": []}),
+    ("results.jsonl", {"rows": [{"name": "fused", "median_batch_time": 1.0}]}),
+    ("config.json", "{}"), ("config.json", '{"study": []}'), ("config.json", "["),
+    ("config.json", {"num_runs": "2"}),
+    ("config.json", '{"study": {"settings": ["baseline"], "seq_lens": [8]}, "command": "", "created": ""}')])
+def test_files_of_another_form_are_one_line(fake, capsys, file, content):
+    assert fake() == 0
+    path = pathlib.Path("s", file)
+    if isinstance(content, dict):  # changes of what is there
+        found = json.loads(path.read_text()) if file == "config.json" else lines_of()[0]
+        (found["study"] if file == "config.json" else found).update(content)
+        content = json.dumps(found) + "\n"
+    path.write_text(content)
+    for flags in ([], ["--dry-run"], ["--report-only"]):
+        capsys.readouterr()
+        assert fake(*flags) == 2
+        error = capsys.readouterr().err
+        assert file in error and error.count("\n") == 1
 
 
 def test_more_runs_for_a_finished_study(fake, capsys):

@@ -7,10 +7,13 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
+from fusion_lab.training import files
 from fusion_lab.training.checkpoints import (
+    claim_outputs,
     load_run,
     optimizer_state,
     read_checkpoint,
+    read_saved,
     refuse_leaks,
     restore,
     save,
@@ -97,6 +100,15 @@ def test_older_checkpoints_lack_some_of_it(tmp_path):
     assert not any(map(torch.any, optimizer_state(second, "exp_avg"))) and second.step_number == 1
 
 
+def test_ranks_after_the_first_draw_random_numbers_of_their_own(tmp_path):
+    save(trained(), tmp_path / "c.pt")
+    drawn = []
+    for rank in (0, 0, 1):
+        restore(trainer_of(World(rank, 2)), tmp_path / "c.pt")
+        drawn.append(torch.rand(1).item())
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
 def test_of_several_ranks_the_first_one_writes(tmp_path):
     for rank in (1, 0):
         save(trainer_of(World(rank, 2)), tmp_path / "c.pt")
@@ -122,6 +134,21 @@ def test_a_checkpoint_of_another_model_says_with_which_flags_it_fits(tmp_path):
         with pytest.raises(UserError, match="of another version") as caught:
             read_checkpoint(changed(path, trainer, config=gone), tof.PROGRAM, config)
         assert caught.value.code == USAGE and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["performance_summary_v2.json", "metrics.jsonl", "learning_curve.png"])
+def test_a_checkpoint_takes_no_name_of_other_results(name, tmp_path):
+    trainer = trainer_of(save_checkpoint=str(tmp_path / name))
+    with pytest.raises(UserError, match="--save-checkpoint .* names other results"):
+        claim_outputs(trainer, None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_has_no_end_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for read in (lambda path: read_saved(path, "checkpoint", tof.PROGRAM), files.read_json):
+        with pytest.raises(UserError, match="not a regular file"):
+            read(tmp_path / "pipe")
 
 
 class Evil:

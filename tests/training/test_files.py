@@ -89,6 +89,17 @@ def test_the_first_signal_asks_and_the_second_one_acts():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_signal_that_is_ignored_stays_so(monkeypatch):
+    """As nohup has it for SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with files.StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal is None and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 # --- Files ------------------------------------------------------------------------------------------------
 
 

@@ -157,5 +157,7 @@ def _find_row(path, names, rows, query):
     if len({rows[i] for i in hits}) == 1:
         return hits[0]
     problem = "fits several rows" if hits else "is not a row of the alignment"
-    examples = ", ".join(names[i][:60] for i in (hits or range(len(rows)))[:4] if words[i]) or "(no names)"
+    alike = len({names[i] for i in hits}) < len(hits)  # then only their numbers tell them apart
+    examples = ", ".join(f"{names[i][:60]}{f' (row {i + 1})' * alike}"
+                         for i in (hits or range(len(rows)))[:4] if words[i]) or "(no names)"
     raise UserError(f"{path}: query {query!r} {problem}; rows are called, for instance: {examples}")

@@ -129,5 +129,3 @@ def distance_lddt(distances, coords, coord_mask):
     near, error = wanted < LDDT_RADIUS, (distances - wanted).abs()
     kept = sum((error < cutoff) & near for cutoff in LDDT_CUTOFFS) / len(LDDT_CUTOFFS)
     return (kept.sum(1) / near.sum(1)).nanmean().nan_to_num().item()
-
-

@@ -149,9 +149,10 @@ def dress(axis, m, title):
     positions, labels = ticks(m.protein.numbers)
     axis.set_xticks(positions, labels)
     axis.set_yticks(positions, labels)
-    what = "residue number in the structure file" if m.known else "residue"
-    axis.set(xlabel=what, ylabel=what)
     size = m.protein.length
+    counted = m.protein.numbers == tuple(map(str, range(1, size + 1)))
+    what = "residue" if counted else "residue number in the structure file"
+    axis.set(xlabel=what, ylabel=what)
     axis.plot([-0.5, size - 0.5], [-0.5, size - 0.5], color="0.6", linewidth=0.7)
     for first, last in runs(m.missing):
         for span in (axis.axvspan, axis.axhspan):

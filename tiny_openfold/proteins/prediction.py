@@ -167,7 +167,10 @@ class Predictor:
     def write(self, protein, path, work):
         """Predict for one protein and write its files; returns (the headline of its result, the path of the
         whole result). Raises UserError."""
-        training = self.settings.training
+        training, stem = self.settings.training, os.path.join(self.directory, protein.name)
+        given = training.structure and files.split_structure_argument(training.structure)[0]
+        if self.mode == "fold" and given and os.path.realpath(given) == os.path.realpath(f"{stem}.pdb"):
+            raise UserError(f"-o {self.directory}: the fold would take the place of {given}; name another")
         batch = model_input(protein, self.config, training.eval_seqs or ROWS, training.seed)
         rows = batch["msa_tokens"].shape[1]
         print(f"{self.mode.capitalize()} of {printable(protein.name)}: {counted(protein.length, 'residue')}, "
@@ -198,7 +201,6 @@ class Predictor:
             trained_on=kin["trained"], relative=kin, model=self.path, command=self.command(path),
             model_config=asdict(config), seconds=dict(model=seconds),
             card={key: value for key, value in self.card.items() if key != "sequences"})
-        stem = os.path.join(self.directory, protein.name)
         return finish(stem, result, *work(Prediction(protein, output), result))
 
     def command(self, path):

@@ -66,7 +66,7 @@ class Watched(compile_pass.GatheredGradients):
 def compiled(function, monkeypatch, gathers=True):
     """torch.compile as the model calls it, but for a CPU."""
     monkeypatch.setattr(compile_pass, "GatheredGradients", lambda gathers: Watched(gathers, "cpu"))
-    Watched.graphs.clear()
+    Watched.graphs.clear(), Watched.operators.clear()
     options = compiler_options(replace(GATHERS, enable_triton_weight_gradients=gathers))
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
