@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +31,10 @@ from fusion_lab.measuring.roctx import child_environment
 from fusion_lab.measuring.summary import launch_kind, provenance
 from fusion_lab.measuring.variants import BASELINE, make_variants
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, counted, finite, read_json
+from fusion_lab.training.files import StopRequest, UserError, counted, finite, read_json
 from fusion_lab.training.flags import command_line
 from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, require_memory
+from fusion_lab.training.program import Program, Settings
 
 ROUNDS, SECONDS = 20, 60.0  # whichever ends first, where nobody says how many rounds
 FEWEST = 6  # rounds, from which on there is an interval of 95%
@@ -46,12 +49,12 @@ class Row:
     reduction is what it saves of the baseline's. Its speed-up is the median over all rounds of the baseline's
     step divided by its own; its 95% interval is from speedup_low to speedup_high."""
     name: str
-    fusion_config: dict
+    fusion_config: dict[str, Any]
     reason: str | None = None  # why it was not measured
-    not_used: list = field(default_factory=list)  # why switches that are on change nothing here
+    not_used: list[str] = field(default_factory=list)  # why switches that are on change nothing here
     uncounted: str | None = None  # why its launches were not counted
-    step_times: list = field(default_factory=list)  # one a round
-    baseline_step_times: list = field(default_factory=list)  # of the baseline that took turns with it
+    step_times: list[float] = field(default_factory=list)  # one a round
+    baseline_step_times: list[float] = field(default_factory=list)  # of the baseline that took turns with it
     median_batch_time: float | None = None
     p20_batch_time: float | None = None
     p80_batch_time: float | None = None
@@ -77,14 +80,14 @@ class Row:
     final_loss: float | None = None
 
     @property
-    def measured(self):
+    def measured(self) -> bool:
         return bool(self.step_times)
 
     @property
-    def gain(self):
+    def gain(self) -> Gain:
         return Gain(self.speedup, self.speedup_low, self.speedup_high)
 
-    def as_dict(self):
+    def as_dict(self) -> dict[str, Any]:
         """As the JSON has it; of what was not measured only name, reason and switches."""
         known = ("name", "reason", "not_used", "fusion_config")
         return dict(measured=self.measured, **{key: value for key, value in asdict(self).items()
@@ -102,12 +105,12 @@ class Row:
 @dataclass
 class Comparison:
     """What compare() found: rows, the baseline's first. about: settings and machine, as the JSON has them."""
-    about: dict
-    names: list  # of all rows, also those that are still to come
-    rows: list = field(default_factory=list)
+    about: dict[str, Any]
+    names: list[str]  # of all rows, also those that are still to come
+    rows: list[Row] = field(default_factory=list)
     ended: str = ""  # how the rounds in this process ended
 
-    def as_dict(self):
+    def as_dict(self) -> dict[str, Any]:
         """The content of fusion_comparison_*.json."""
         return finite(dict(mode="compare_fusion", **self.about, ended=self.ended,
                            variants=[row.as_dict() for row in self.rows]))
@@ -301,8 +304,10 @@ def why(code, text, name):
     return said.removeprefix(f"{name}: error: ")[:LONGEST_REASON]
 
 
-def compare(program, settings, names=None, rounds=None, show=lambda comparison: None,
-            note=lambda text: None, stop=None):
+def compare(program: Program, settings: Settings, names: str | Sequence[str] | None = None,
+            rounds: int | None = None, show: Callable[[Comparison], object] = lambda comparison: None,
+            note: Callable[[str], object] = lambda text: None,
+            stop: StopRequest | None = None) -> Comparison:
     """Measure variants by name (variants.py; None: the usual ones) and return a Comparison. show(comparison)
     is called whenever more of its rows are known, note(text) hears what goes on. rounds: so many; None: what
     ends first of ROUNDS and SECONDS. stop: a StopRequest, entered for the rounds: once it is asked, what is

@@ -114,7 +114,7 @@ class Settings:
     fusion: Switches
     profiler: ProfilerConfig = ProfilerConfig()
 
-    def having(self, **values):
+    def having(self, **values: object) -> "Settings":
         """A copy with other values of fields, whichever config each belongs to: having(seq_len=2, seed=0)."""
         changed = {}
         for part in PARTS:
@@ -173,7 +173,7 @@ class CommandLine:
         """Its name in the files that it saves: the same however it was started."""
         return os.path.basename(self.file).removesuffix(".py")
 
-    def settings(self, **values):
+    def settings(self, **values: object) -> Settings:
         """The defaults, with other values of some fields."""
         plain = Settings(self.model_config(), self.training_config(), self.fusion_config())
         return plain.having(**values)

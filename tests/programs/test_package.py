@@ -9,12 +9,16 @@ import os
 import shutil
 import subprocess
 import sys
+import typing
 
 import pytest
 
 import fusion_lab
 import tiny_openfold_v2
 from fusion_lab import commands
+from fusion_lab.kernels.patches import Patch, patch
+from fusion_lab.measuring.compare import compare
+from fusion_lab.training.program import CommandLine, Settings
 from tests.support import PATIENCE, ROOT
 
 ALIGNMENT = "".join(f">row{i}\nMQIFVKTLTGKTITLEVEPSDTIEN{letters}IQDKEGIPPDQQRLIFAGKQL\n"
@@ -112,3 +116,10 @@ def test_the_stubs_know_every_size_switch_and_argument():
                 assert arguments(method) == list(inspect.signature(run).parameters), (name, method.name)
         elif name != "__getattr__":
             assert arguments(node) == list(inspect.signature(kind).parameters), name
+
+
+@pytest.mark.parametrize("function", [compare, CommandLine.settings, Settings.having, patch, Patch.undo])
+def test_what_users_call_has_types_for_their_checker(function):
+    """fusion_lab has a py.typed, so a checker takes what these say for whole."""
+    named = {*inspect.signature(function).parameters, "return"} - {"self"}
+    assert typing.get_type_hints(function).keys() == named
