@@ -7,7 +7,6 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import accuracy
-from fusion_lab.training.checkpoints import optimizer_state
 from tests.second_program import PROGRAM as SECOND
 from tests.second_program import Mlp
 from tests.support import last_json
@@ -219,12 +218,3 @@ def test_validation_by_its_reasons(monkeypatch, capsys):
     monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: ({}, []))
     code, _, lines = validation(replace(SECOND, trainer=telling([3.0, 1.0, 1.0, 4.0, 2.0])), capsys)
     assert code == 0 and not [line for line in lines if "FAIL" in line]
-
-
-def test_a_gradient_that_never_came_is_zero_and_one_that_came_is_not():
-    trainer = SECOND.trainer(replace(SECOND, model=Deaf), SECOND.settings(**SMALL), CPU)
-    batch = SECOND.data(trainer.settings).check_batch()
-    trainer.step(batch)
-    squares = trainer.weights.named(optimizer_state(trainer, "exp_avg_sq"))
-    assert [name for name, square in squares.items() if not square.any()] == ["down.0.bias"]
-    assert not accuracy.results_and_gradients(trainer, batch)["gradient of down.0.bias"].any()

@@ -90,4 +90,6 @@ def test_a_learning_curve_is_a_picture_and_never_ends_a_run(tmp_path, monkeypatc
     assert found.draw() == str(tmp_path / "learning_curve.png")
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(metrics, "plot_curve", lambda *_: 1 / 0)
-    assert found.draw() is None and "learning_curve.png" in capsys.readouterr().err
+    assert found.draw() is None
+    error = capsys.readouterr().err
+    assert "learning_curve.png" in error and error.count("\n") == 1

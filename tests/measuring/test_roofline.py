@@ -45,9 +45,11 @@ def test_shares_of_flops_are_of_the_sub_layers_alone():
     assert roofline.flops_share(THREE, dict.fromkeys("abc", 0)) == dict(a=0, b=0, c=0)
 
 
-def test_flops_of_every_sub_layer_by_hand():
+@pytest.mark.parametrize("asks", [False, True])  # the model for the autocast of its device
+def test_flops_of_every_sub_layer_by_hand(asks):
     """Products of 3 x 8 with 8 x 32, four blocks, backward twice as many, and nothing beside them."""
-    assert flops_by_sublayer(SECOND, settings(depth=4)) == dict(up=12 * 1536, down=12 * 1536, rest=0)
+    found = flops_by_sublayer(SECOND, settings(depth=4, enable_fused_residual=asks))
+    assert found == dict(up=12 * 1536, down=12 * 1536, rest=0)
 
 
 def test_the_table_as_cells(three):
