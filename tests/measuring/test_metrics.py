@@ -78,8 +78,10 @@ def test_a_resumed_run_knows_its_directory_by_the_norm_of_its_last_step(content,
 def test_of_a_step_that_stands_there_twice_the_last_counts(tmp_path):
     (tmp_path / "m").write_text(line(1) + line(2, loss=4.0) + line(2, loss=5.0))
     assert [step["loss"] for step in metrics.read_metrics(tmp_path / "m")[0]] == [2.0, 5.0]
-    with pytest.raises(UserError, match="absent"):
-        metrics.read_metrics(tmp_path / "absent")
+    (tmp_path / "x").write_text("x\n" + line(1))
+    for name, words in (("absent", "absent"), ("x", "line 1")):
+        with pytest.raises(UserError, match=words):
+            metrics.read_metrics(tmp_path / name)
 
 
 def test_a_learning_curve_is_a_picture_and_never_ends_a_run(tmp_path, monkeypatch, capsys):

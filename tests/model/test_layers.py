@@ -9,22 +9,15 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.models import read_model
 from tests.support import ROOT
+from tests.tiny import trainer_of
 from tiny_openfold.proteins.costs import costs
 
-CPU = torch.device("cpu")
-TINY = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
-            seq_len=8, batch_size=2)
 MEAN_CENTRE, FIRST_CENTRE, STEP = 12.0, 2.15625, 0.3125  # Å, of the 64 bins
 
 
 def model_of(**sizes):
     return tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**{**dict(
         num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4), **sizes}))
-
-
-def trainer_of(**values):
-    torch.manual_seed(1)  # not the seed of the settings, which must be what counts
-    return tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(**{**TINY, **values}), CPU)
 
 
 # --- Embedding -----------------------------------------------------------------------------------------

@@ -15,11 +15,10 @@ from fusion_lab.training import checkpoints
 from fusion_lab.training.evaluations import Evaluation
 from fusion_lab.training.files import UserError
 from fusion_lab.training.master_weights import Weights
-from tests.model.test_layers import TINY, trainer_of
 from tests.support import last_json
+from tests.tiny import CPU, flags_of, trainer_of
 from tiny_openfold.proteins.batches import SyntheticProteins
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
@@ -130,11 +129,6 @@ def test_mixed_precision_is_autocast_and_low_weights_with_masters():
 
 
 # --- Loop ----------------------------------------------------------------------------------------------
-
-def flags_of(**values):
-    return [word for name, value in {**TINY, "device": "cpu", "warmup_steps": 1, **values}.items()
-            for word in ("--" + name.replace("_", "-"), str(value))]
-
 
 def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
     """A run of the program with a clock whose step n takes 1, 2, 3 and 4 n² ms in its phases. Returns its

@@ -1,6 +1,7 @@
 """What of a run goes into a checkpoint and comes out of it, also under other switches; what is refused."""
 import copy
 import os
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -21,17 +22,15 @@ from fusion_lab.training.checkpoints import (
 )
 from fusion_lab.training.distributed import World
 from fusion_lab.training.files import USAGE, UserError
+from tests import tiny
 from tiny_openfold.proteins.batches import SyntheticProteins
 
-SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
-             seq_len=8, batch_size=2, dropout=0.2, num_steps=9)
 HALF = dict(use_amp=True, amp_dtype="float16")
 MASTERS = dict(HALF, enable_master_weights=True)
-CPU = torch.device("cpu")
 
 
-def trainer_of(world=tof.distributed.ALONE, **values):
-    return tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(**{**SMALL, **values}), CPU, world)
+def trainer_of(*world, **values):
+    return tiny.trainer_of(*world, **dict(dropout=0.2, num_steps=9) | values)
 
 
 def trained(steps=1, overflows=0, **values):
@@ -118,6 +117,57 @@ def test_of_several_ranks_the_first_one_writes(tmp_path):
 # --- What is refused --------------------------------------------------------------------------------------
 
 
+def loaded(path, held_out=(), choosing=(), **values):
+    trainer = trainer_of(**values)
+    load_run(trainer, path, SimpleNamespace(held_out=held_out, choosing=choosing))
+    return trainer
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut short"])
+def test_a_damaged_file_is_refused_or_was_not_harmed(how, tmp_path):
+    first, path, refused = trained(**HALF), tmp_path / "c.pt", 0
+    save(first, path)
+    whole = path.read_bytes()
+    for number in range(40):
+        rng, content = random.Random(number), bytearray(whole)
+        at = rng.randrange(len(content))
+        if how == "flipped":
+            content[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(content[:at] if how == "cut short" else content)
+        try:
+            assert same(snapshot(loaded(path, **HALF)), snapshot(first)), number
+        except UserError as error:
+            assert str(path) in str(error) and "\n" not in str(error)
+            refused += 1
+    assert refused > 20
+
+
+def test_a_tensor_that_the_archive_calls_a_directory_is_refused(tmp_path):
+    """torch.load() would take memory that nobody wrote."""
+    save(trained(), path := tmp_path / "c.pt")
+    content = bytearray(path.read_bytes())
+    header = content.rindex(b"PK\1\2", 0, content.rindex(b"/data/0"))  # in the archive's directory
+    content[header + 38] ^= 0x10  # the directory bit among the external attributes of a tensor
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="damaged"):
+        loaded(path)
+
+
+@pytest.mark.parametrize("change", [
+    lambda saved: saved.update(format="second_program checkpoint 1"), lambda saved: saved["model"].popitem(),
+    lambda saved: saved.pop("rng"), lambda saved: saved.update(step="x"),
+    lambda saved: saved["model"].update({"masked_msa_head.bias": torch.zeros(1)}),
+    lambda saved: saved["model"].update({"masked_msa_head.bias": torch.full((23,), float("nan"))}),
+    lambda saved: saved.update(moments=None)])
+def test_a_checkpoint_with_other_content_is_refused_by_name(change, tmp_path):
+    saved = snapshot(trained(**HALF))
+    change(saved)
+    torch.save(saved, tmp_path / "c.pt")
+    with pytest.raises(UserError, match="c.pt") as caught:
+        loaded(tmp_path / "c.pt", **HALF)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_checkpoint_of_another_model_says_with_which_flags_it_fits(tmp_path):
     trainer = trained()
     config = trainer.settings.model
@@ -167,10 +217,6 @@ def test_loading_a_checkpoint_runs_no_code_of_it(tmp_path):
     with pytest.raises(UserError, match="damaged"):
         read_checkpoint(path, tof.PROGRAM, trainer.settings.model)
     assert not (tmp_path / "it ran").exists()
-
-
-def loaded(path, held_out=(), choosing=(), **values):
-    load_run(trainer_of(**values), path, SimpleNamespace(held_out=held_out, choosing=choosing))
 
 
 def test_what_a_continuation_says(tmp_path, capsys):

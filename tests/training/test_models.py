@@ -11,25 +11,17 @@ from fusion_lab import commands
 from fusion_lab.training import checkpoints, models
 from fusion_lab.training.files import UserError
 from tests.support import save_model
-
-SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
-             seq_len=8, batch_size=2, device="cpu")
-
-
-def trainer_of(**values):
-    return tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(**{**SIZES, **values}), torch.device("cpu"))
+from tests.tiny import TINY, trainer_of
 
 
 @pytest.mark.parametrize("masters", [{}, dict(use_amp=True, enable_master_weights=True)])
 def test_an_average_begins_with_the_weights_too(masters, tmp_path):
     """Not with the random ones of before, which the first evaluations would be of."""
-    torch.manual_seed(0)
-    settings = tof.PROGRAM.settings(**SIZES, **masters, ema_decay=0.99)
-    given = tof.TinyOpenFoldV2(settings.model)
-    save_model(tmp_path / "m.pt", tof.PROGRAM, given.state_dict(), settings.model, {})
-    trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
+    given = a_model()
+    save_model(tmp_path / "m.pt", tof.PROGRAM, given.state_dict(), given.config, {})
+    trainer = trainer_of(**masters, ema_decay=0.99)
     trainer.average.steps = 5
-    models.load_weights(trainer, tmp_path / "m.pt", tof.PROGRAM.data(settings))
+    models.load_weights(trainer, tmp_path / "m.pt", tof.PROGRAM.data(trainer.settings))
     weights = {name: weight.bfloat16() for name, weight in given.state_dict().items()}
 
     def begun():
@@ -42,9 +34,8 @@ def test_an_average_begins_with_the_weights_too(masters, tmp_path):
 
 
 def test_a_new_run_begins_with_averaged_weights(tmp_path):
-    settings = tof.PROGRAM.settings(**SIZES, ema_decay=0.9)
-    source, second = tof.PROGRAM.data(settings), trainer_of(seed=7)
-    first = trainer_of(ema_decay=0.9)
+    first, second = trainer_of(ema_decay=0.9), trainer_of(seed=7)
+    source = tof.PROGRAM.data(first.settings)
     first.step(source.batch(0))
     first.trained_on = {"a"}
     checkpoints.save(first, tmp_path / "c.pt")
@@ -56,7 +47,7 @@ def test_a_new_run_begins_with_averaged_weights(tmp_path):
     source.held_out = ["a"]
     with pytest.raises(UserError, match="--init-from .* was trained on a, held out now"):
         models.load_weights(second, tmp_path / "c.pt", source)
-    save_model(tmp_path / "m.pt", tof.PROGRAM, begun["model"], settings.model, dict(chosen_by=["a"]))
+    save_model(tmp_path / "m.pt", tof.PROGRAM, begun["model"], first.settings.model, dict(chosen_by=["a"]))
     with pytest.raises(UserError, match="was chosen by a, held out now"):
         models.load_weights(second, tmp_path / "m.pt", source)
 
@@ -66,7 +57,7 @@ CARD, BIAS = dict(about="for tests", scores=[0.5, None]), "masked_msa_head.bias"
 
 def a_model(**fusion):
     torch.manual_seed(0)
-    return tof.TinyOpenFoldV2(tof.PROGRAM.settings(**SIZES).model, tof.FusionConfig(**fusion))
+    return tof.TinyOpenFoldV2(tof.PROGRAM.settings(**TINY).model, tof.FusionConfig(**fusion))
 
 
 @pytest.fixture

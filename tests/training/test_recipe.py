@@ -7,7 +7,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training import recipe
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.master_weights import MasterWeights, Weights
-from tests.model.test_layers import trainer_of
+from tests.tiny import trainer_of
 from tiny_openfold.proteins.batches import SyntheticProteins
 
 
