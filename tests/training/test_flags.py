@@ -1,5 +1,6 @@
 """The command line that is made of configs: its help, presets and modes, what it refuses."""
 import argparse
+from dataclasses import fields, replace
 
 import pytest
 
@@ -7,6 +8,8 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training import flags
 from fusion_lab.training.flags import (
     Parser,
+    command_line,
+    config_classes,
     make_parser,
     parse,
     read_settings,
@@ -15,10 +18,52 @@ from fusion_lab.training.flags import (
     whole_numbers,
     with_demo,
 )
-from fusion_lab.training.options import ProfilerConfig
+from fusion_lab.training.options import ProfilerConfig, as_flag, flag
+from fusion_lab.training.program import load_program
 from tests.second_program import PROGRAM as SECOND
+from tests.support import ROOT
 
 PARSER = make_parser(tof.PROGRAM)
+
+
+def values_of(f, paired):
+    """What a field takes, its limits among it, and texts that it refuses."""
+    meta, kind = f.metadata, f.metadata["type"]
+    if kind is bool:
+        return [True, False][:1 + paired], []
+    if meta["choices"] or kind is str:
+        return meta["choices"] or ["a", "-x", "b c=d"], ["", "no such"][:1 + bool(meta["choices"])]
+    low, most, below = meta["low"], meta["at_most"], meta["below"]
+    high = most or below and (below - 1 if kind is int else below / 2) or low + 1
+    beyond = [low - 1, *([below] if below else [most + 1] if most else [])]
+    return [kind(low), high], [*beyond, "x", "", "1e400", "nan", "-inf", "0x10"]
+
+
+@pytest.mark.parametrize("file", ["tiny_openfold_v2.py", "tests/second_program.py",
+                                  "companions/tiny_llama.py", "companions/protein_mpnn.py"])
+def test_every_field_is_a_flag_that_takes_its_limits_and_nothing_beyond(file, capsys):
+    """And the command line that is made of settings makes these settings."""
+    program = load_program(ROOT / file)
+    parser = make_parser(program)
+    for f, paired in ((f, kind is program.fusion_config) for kind in config_classes(program)
+                      for f in fields(kind) if not f.metadata["mode"]):
+        taken, refused = values_of(f, paired)
+        for value in taken:
+            word = as_flag(f.name, value)
+            try:
+                settings = program.settings(**{f.name: value})
+            except ValueError:
+                refused.append(value)  # it needs another field
+                continue
+            words = [*command_line(program, settings), f"--num-steps={settings.training.num_steps}"]
+            assert parse(parser, program, [word])[1] == settings
+            assert replace(parse(parser, program, words)[1], profiler=settings.profiler) == settings, words
+        for value in refused:
+            with pytest.raises(SystemExit) as ended:
+                parse(parser, program, [f"{flag(f.name)}={value}"])
+            said = capsys.readouterr().err
+            assert ended.value.code == 2 and said.count("\n") == 1, (f.name, value)
+            assert said.startswith(f"{program.name}: error: argument --"), said
 
 
 @pytest.mark.parametrize("words, named", [
@@ -58,6 +103,8 @@ def test_presets():
     assert fusion("--enable-ultra") == kind.ultra() != fusion("--enable-all-fusion") == kind.preset(True)
     assert fusion("--disable-all-fusion") == kind.preset(False) != fusion() == kind()
     assert fusion("--enable-opm-fusion", "--disable-all-fusion").enable_opm_fusion
+    assert fusion("--disable-opm-fusion", "--enable-opm-fusion").enable_opm_fusion  # the later one wins
+    assert not fusion("--enable-opm-fusion", "--disable-opm-fusion").enable_opm_fusion
     recorded = parse(PARSER, tof.PROGRAM, ["--enable-all-profiling"])[1].profiler
     assert recorded == ProfilerConfig(**{name: True for name in vars(recorded) if name[:7] == "enable_"})
 

@@ -22,7 +22,7 @@ GRAPHS = dict(enable_cuda_graphs=True, enable_torch_compile=True)
     (Switches, dict(GRAPHS, torch_compile_mode="reduce-overhead"), "torch_compile_mode = 'reduce-overhead'")])
 def test_what_a_field_refuses(kind, values, words):
     """By its name and value, and the flag that it does not go together with. Limits of a single field:
-    test_flag_properties.py."""
+    test_flags.py."""
     with pytest.raises(ValueError, match=f"^{words}"):
         kind(**values)
 
