@@ -73,6 +73,9 @@ def run(argv=None):
     headline = finite({key: result[key] for key in HEADLINES if key in result})
     if "step" in headline:
         headline["step"] = {key: headline["step"][key] for key in STEP}
+    if "variants" in result:
+        headline["variants"] = [dict(name=row["name"], speedup=row["speedup"])
+                                for row in result["variants"] if row["measured"]]
     if not (reporting.for_people(settings) and result["mode"] == "pytorch_profiler"):  # ends in its findings
         reporting.print_result(headline, path, settings)
     return 0

@@ -176,7 +176,9 @@ class Profiling:
             switch_outer_profiler(on=False)
         if self.profiler:
             self.profiler.__exit__(*error)
-            print(f"PyTorch profiler: trace of the last {counted(self.traced, 'step')}: {self.trace}"
+            asked = self.config.profile_steps
+            cut = f" (the run has no room for --profile-steps {asked})" if self.traced < asked else ""
+            print(f"PyTorch profiler: trace of the last {counted(self.traced, 'step')}{cut}: {self.trace}"
                   if self.trace else "PyTorch profiler: no trace, since the run ended before its last steps")
         self.hooks.close()
         if self.config.enable_memory_profiling and error[0] is None:

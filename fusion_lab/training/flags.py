@@ -288,6 +288,9 @@ def parse(parser, program, argv):
     arguments, unknown = parser.parse_known_args(argv)
     own = {flag(f.name): f.metadata["mode"] for f in own_modes(program)}
     if unknown:
+        theirs = make_parser(program)._option_string_actions
+        if modes := [word for word in unknown if word.partition("=")[0] in theirs]:  # which a tool lacks
+            parser.error(f"argument {modes[0]}: belongs to {program.name}, not to {parser.prog}")
         hint = f"; a file belongs to {' or '.join(own)}" if own and not unknown[0].startswith("-") else ""
         parser.refuse_unknown(unknown, hint)
     given = vars(arguments)

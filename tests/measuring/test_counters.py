@@ -169,6 +169,7 @@ def test_a_cpu_s_steps_are_timed_by_range(tmp_path, capsys):
             profiling.step()
     assert profiling.samples == [dict(layer=1, forward=2), {"layer.recompute": 1, "backward": 2}]
     assert not layer._forward_hooks and os.listdir(tmp_path) == [os.path.basename(profiling.trace)]
+    assert "--profile-steps 5" in capsys.readouterr().out  # of which there was room for one
 
 
 def test_a_memory_profile_is_sorted_and_in_megabytes(tmp_path, capsys):

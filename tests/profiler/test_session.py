@@ -13,7 +13,7 @@ from fusion_lab.measuring.ranges import RECOMPUTE
 from fusion_lab.measuring.trace import read_trace
 from fusion_lab.measuring.variants import fusion_named, with_fusion
 from fusion_lab.profiler import report
-from fusion_lab.profiler.session import ablation, ablation_names, run_session
+from fusion_lab.profiler.session import ablation_names, run_session
 from fusion_lab.training.files import UserError, exit_code
 from fusion_lab.training.options import option
 from run_pytorch_profiler import run
@@ -128,8 +128,9 @@ def test_a_session_that_ends_before_its_trace_is_no_success(code, ends, tmp_path
 
 @pytest.mark.slow
 def test_an_ablation_is_a_comparison_and_a_session_of_each_row(tmp_path, capsys):
-    result = ablation(PROGRAM, given(num_steps=2), str(tmp_path), ["given"], 2, train=tof.train)
-    assert result == json.loads((tmp_path / "ablation_summary.json").read_text())
+    assert run([*map(str, FLAGS), "--num-steps", "2", "--profile-dir", str(tmp_path), "--compare-v1"]) == 0
+    result, last = last_json(out := capsys.readouterr().out), json.loads(out.splitlines()[-1])
+    assert last["variants"] == [dict(name=row["name"], speedup=row["speedup"]) for row in result["variants"]]
     assert [row["name"] for row in result["variants"]] == list(result["folders"]) == ["baseline", "given"]
     against = report.read_analysis(tmp_path / "given")["compared_with"]
     assert against["before"] == str(tmp_path / "baseline")
@@ -204,7 +205,8 @@ def test_a_new_sublayer_and_a_new_switch_walk_through_a_session(tmp_path, capsys
 
 @pytest.mark.parametrize("flags, message", [
     (["--profile-steps", "0"], "--profile-steps"), (["--seq-len", "300000"], "--seq-len 300000"),
-    (["--validate-setup"], "--validate-setup"), (["--compare-with", "nowhere"], "nowhere"),
+    (["--validate-setup"], "--validate-setup: belongs to tiny_openfold_v2.py"),
+    (["--compare-with", "nowhere"], "nowhere"),
     (["--baseline", "--ablation"], "--ablation"), (["--program", "nowhere.py"], "nowhere.py"),
     (["--ablation", "--compare-with", "x"], "--compare-with: not with --ablation")])
 def test_wrong_use_is_one_line_and_exit_two(flags, message, monkeypatch, tmp_path, capsys):
