@@ -1,7 +1,9 @@
 """--contacts: predictions for one alignment, their files, the model files they come from."""
+import contextlib
 import fcntl
 import json
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -228,15 +230,20 @@ def test_an_earlier_prediction_is_set_aside_before_the_first_file_is_written(tmp
     the new ones; the result, which names the others, comes last."""
     stem, seen = tmp_path / "x.1", []
 
-    def write(path):
-        seen.append({file.name for file in tmp_path.iterdir() if ".old-" not in file.name})
+    def write(path, killed=False):
+        seen.append({file.name for file in tmp_path.iterdir() if file.suffix in prediction.SUFFIXES})
+        if len(seen) == 2 and killed:
+            raise KeyboardInterrupt
         with open(path, "w") as file:
             file.write("new")
-    for suffixes in ((".rr", ".tsv"), (".pdb", ".html")):
+    for suffixes, killed in (((".rr", ".tsv"), False), ((".pdb", ".html"), True), ((".npz", ".tsv"), True),
+                             ((".rr", ".npz"), False)):
         seen.clear()
-        prediction.finish(str(stem), dict(name="x"), dict.fromkeys(suffixes, write), write)
-        assert seen == [set(), {f"x.1{suffixes[0]}"}]
-    assert len(list(tmp_path.iterdir())) == 3 + 3
+        with contextlib.suppress(KeyboardInterrupt):
+            writers = dict.fromkeys(suffixes, partial(write, killed=killed))
+            prediction.finish(str(stem), dict(name="x"), writers, write)
+        assert seen[:2] == [set(), {f"x.1{suffixes[0]}"}]
+    assert len(list(tmp_path.iterdir())) == 3 + 1 + 1 + 3
 
 
 @pytest.mark.parametrize("content", ["{}", '{"files": 5}', "no JSON"])

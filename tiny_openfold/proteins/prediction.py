@@ -1,5 +1,6 @@
 """What a trained model predicts of alignments: the mode --contacts, and what --fold shares with it
 (docs/contacts.md)."""
+import contextlib
 import json
 import os
 import shlex
@@ -54,6 +55,7 @@ SEPARATIONS = (SEPARATION, LONG_RANGE)  # residues apart at least, in tables of 
 SHOWN = 10                # pairs on the screen
 CPU_HOLES = 1.7           # memory taken on a CPU for each byte of tensors: what is freed is kept, in pieces
 SUFFIXES = (".json", ".rr", ".tsv", ".npz", ".pdb", ".html", ".png")  # of the files of all modes
+UNFINISHED = ".unfinished"  # of the list of files that stands there until all are whole
 HEADLINE = ("mode", "name", "effective_rows", "plddt", "precision", "scores", "files")
 STDIN = "-"               # as the path of an alignment
 
@@ -282,22 +284,23 @@ def finish(stem, result, writers, draw):
             result["files"].append(f"{stem}.png")
     result = outputs.finite(result)
     outputs.write_json(f"{stem}.json", result)
+    os.unlink(stem + UNFINISHED)
     print(f"Written: {', '.join(map(printable, [*result['files'], f'{stem}.json']))}")
     return {key: result[key] for key in HEADLINE if key in result}, f"{stem}.json"
 
 
 def set_aside_earlier(stem, suffixes):
     """Rename, and say so, what an earlier prediction in either mode wrote under this name, its result first,
-    and what else has a name that is written now, one of these suffixes. Other files that its result does not
-    name are the user's, such as the true structure beside its alignment, and stay."""
-    result, moved = f"{stem}.json", []
-    try:
-        named = {*map(os.path.basename, outputs.read_json(result)["files"])}
-    except (UserError, KeyError, TypeError):  # there is none, or it is not ours
-        named = set()
-    for path in (stem + suffix for suffix in SUFFIXES):
-        if path.removeprefix(stem) in suffixes or os.path.basename(path) in named:
-            moved.append(outputs.set_aside(path))
+    and what else has a name that is written now, one of these suffixes. What neither its result nor, if it
+    was killed, its list names is the user's, such as the true structure beside the alignment, and stays."""
+    named = set()
+    for path in (f"{stem}.json", stem + UNFINISHED):
+        with contextlib.suppress(UserError, KeyError, TypeError):  # there is none, or it is not ours
+            named.update(map(os.path.basename, outputs.read_json(path)["files"]))
+    paths = [stem + suffix for suffix in SUFFIXES
+             if suffix in suffixes or os.path.basename(stem + suffix) in named]
+    outputs.write_json(stem + UNFINISHED, dict(files=paths))
+    moved = [outputs.set_aside(path) for path in paths]
     if any(moved):
         print(f"Earlier files of this name are called {', '.join(map(printable, filter(None, moved)))} now")
 
