@@ -1,5 +1,6 @@
 """Model files: a config, weights in bfloat16 and a card that tells where they come from, for those who use a
 model rather than train it. A checkpoint serves as well."""
+import json
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,11 @@ def read_model(path, program):
             raise ValueError("weights of another model")
         if not all(weight.isfinite().all() for weight in weights.values()):
             raise ValueError("weights are not finite")
-        return SavedModel(config, weights, dict(saved["card"]))
+        card = dict(saved["card"])
+        json.dumps(card)  # a prediction's result holds it
+        for names in (card.get("trained_on"), card.get("chosen_by"), dict(card.get("sequences") or {})):
+            "".join(names or ())  # TypeError where they are no names
+        return SavedModel(config, weights, card)
 
 
 def load_weights(trainer, path, source):

@@ -225,6 +225,18 @@ def test_a_directory_that_another_prediction_writes_into_is_refused(mode, tmp_pa
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize("card", [
+    dict(plddt=dict(slope=1.0)), dict(plddt=dict(intercept="x", slope=1.0, measured_on="")), dict(plddt=[1]),
+    dict(about=torch.zeros(1)), dict(trained_on=5), dict(trained_on=[5]), dict(sequences=5),
+    dict(sequences=["MK"]), dict(sequences={"a": []}), dict(sequences={"a": ["mk"]})])
+def test_a_card_that_says_nonsense_is_named(card, tmp_path, model_file, capsys):
+    saved = torch.load(model_file, weights_only=True)
+    torch.save(dict(saved, card=card), model_file)
+    alignment = an_alignment(tmp_path / "x.a3m")
+    assert f"model {model_file.name}: damaged" in refused(capsys, "--contacts", alignment, *FLAGS)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_earlier_prediction_is_set_aside_before_the_first_file_is_written(tmp_path):
     """Whatever kills a prediction between two files, no file of an earlier one, in either mode, stands beside
     the new ones; the result, which names the others, comes last."""

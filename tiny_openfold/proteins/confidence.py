@@ -16,9 +16,9 @@ UNCERTAIN_SHARE = 0.84
 
 def line_of(card):
     """(intercept, slope, what it was measured on) of the line from expected to measured lDDT-CA in a model's
-    card; (0, 1, None) where there is none."""
+    card; (0, 1, None) where there is none. Raises KeyError, TypeError or ValueError for what is no line."""
     line = card.get("plddt") or dict(intercept=0.0, slope=1.0, measured_on=None)
-    return line["intercept"], line["slope"], line["measured_on"]
+    return float(line["intercept"]), float(line["slope"]), line["measured_on"]
 
 
 def expected_lddt(probability, centres, anchors):

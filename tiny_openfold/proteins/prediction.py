@@ -17,6 +17,7 @@ import numpy as np
 from fusion_lab.kernels.precision import amp_dtype
 from fusion_lab.measuring.plotting import spared
 from fusion_lab.training import files as outputs
+from fusion_lab.training.checkpoints import understanding
 from fusion_lab.training.files import UserError, counted, printable
 from fusion_lab.training.machine import GIGABYTE, choose_device, free_memory, process_settings
 from fusion_lab.training.models import read_model
@@ -26,6 +27,7 @@ from fusion_lab.training.reporting import print_result
 from tiny_openfold.proteins import files, maps
 from tiny_openfold.proteins.batches import MOST_EXTRA, assemble, require_coordinates
 from tiny_openfold.proteins.coevolution import FEATURES, mean_field_dca
+from tiny_openfold.proteins.confidence import line_of
 from tiny_openfold.proteins.contacts import (
     CONTACT_DISTANCE,
     LONG_RANGE,
@@ -41,6 +43,7 @@ from tiny_openfold.proteins.options import OF_PREDICTIONS
 from tiny_openfold.proteins.relatives import (
     Depth,
     cautions,
+    in_tokens,
     kinship,
     relative,
     require_protein,
@@ -159,6 +162,10 @@ class Predictor:
         if training.resume is None and not os.path.exists(MODEL):
             raise UserError(f"--{mode}: there is no {MODEL}; name a model file or a checkpoint by --resume")
         saved = read_model(self.path, program)
+        with understanding("model", self.path):  # what the card says beside names, which somebody wrote
+            line_of(saved.card)
+            if sequences := saved.card.get("sequences"):
+                in_tokens(sequences)
         self.config, self.card, self.dtype = saved.config, saved.card, amp_dtype(training, self.device)
         self.directory = training.output or mode
         outputs.claim(self.directory, resumed=True, flag="-o")  # beside other predictions

@@ -179,11 +179,18 @@ def fitted(scores, lengths):
     return rate, len(scores) / (lengths * np.exp(-rate * scores)).sum()
 
 
+def in_tokens(sequences):
+    """(name of each, tokens of each) of {name: [letters, ...]}. Raises AttributeError, TypeError or
+    ValueError for what is no such thing."""
+    names, tokens = zip(*((name, np.array([LETTERS.index(letter) for letter in letters]))
+                          for name, own in sequences.items() for letters in own), strict=True)
+    return names, tokens
+
+
 def nearest(msa, sequences, seed=0):
     """(name, E-value) of the family that is most like an alignment's profile by one of its sequences,
     {name: [letters, ...]}: how many as good as that the profile would find by chance among as many."""
-    names, real = zip(*((name, np.array([LETTERS.index(letter) for letter in letters]))
-                        for name, own in sequences.items() for letters in own), strict=True)
+    names, real = in_tokens(sequences)
     rng, decoys = np.random.default_rng(seed), [sequence[::-1] for sequence in real]
     while len(decoys) < DECOYS:
         decoys += [rng.permutation(sequence) for sequence in real]
