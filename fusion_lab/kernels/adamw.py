@@ -168,8 +168,9 @@ class Joined:
 
 class AdamW(torch.optim.AdamW):
     """Of master weights (training/master_weights.py, KernelMasters), which hold the gradient and what to clip
-    it to; writes their copy in 16 bits, too. Its state is that of torch's AdamW. A scaler must have unscaled
-    the gradient; a step that it finds infinite changes nothing."""
+    it to; writes their copy in 16 bits, too. Its state is that of torch's AdamW; training/recipe.py makes it
+    before the first step. A scaler must have unscaled the gradient; a step that it finds infinite changes
+    nothing."""
 
     def __init__(self, masters, **options):
         super().__init__([masters.flat], **options)
@@ -178,10 +179,6 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self):
         masters, (group,) = self.masters, self.param_groups
-        flat, state = masters.flat, self.state[masters.flat]
-        if not state:
-            state.update(step=torch.zeros((), dtype=torch.float32, device=flat.device),
-                         exp_avg=torch.zeros_like(flat), exp_avg_sq=torch.zeros_like(flat))
-        update(flat, masters.gradient, state, masters.low, masters.norm, masters.limit, group,
-               getattr(self, "found_inf", None))
+        update(masters.flat, masters.gradient, self.state[masters.flat], masters.low, masters.norm,
+               masters.limit, group, getattr(self, "found_inf", None))
         masters.gradient = None

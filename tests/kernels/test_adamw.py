@@ -7,7 +7,7 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import adamw
-from fusion_lab.training import checkpoints
+from fusion_lab.training import checkpoints, recipe
 from fusion_lab.training.master_weights import KernelMasters, MasterWeights
 from tiny_openfold.proteins.batches import SyntheticProteins
 
@@ -146,7 +146,7 @@ def run(dtype, steps, spoilt=None, scaled=True):
         sides.append(SimpleNamespace(
             model=model, masters=masters, norms=[],
             scaler=torch.amp.GradScaler("cpu", 2.0 ** 8, enabled=scaled),
-            optimizer=masters.optimizer(lr=0.1, fused=True, weight_decay=0.1)))
+            optimizer=recipe.optimizer(masters, SimpleNamespace(learning_rate=0.1, weight_decay=0.1), False)))
     torch.manual_seed(1)
     for number in range(steps):
         x = torch.randn(4, 7).to(dtype) * (float("inf") if number == spoilt else 1)
