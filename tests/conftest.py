@@ -81,6 +81,8 @@ def pytest_sessionfinish(session):
             session.shouldfail or config.option.collectonly or hasattr(config, "workeroutput")):
         print(flush=True)
         command = [sys.executable, "-m", "pytest", *config.invocation_params.args]
+        if report := config.getoption("xmlpath", None):  # --junitxml; the last one counts
+            command.append(f"--junitxml={report.removesuffix('.xml')}.interpreted.xml")
         with tempfile.NamedTemporaryFile("r") as file:
             code = subprocess.run(command, cwd=config.invocation_params.dir, check=False, env={
                 **os.environ, ENDED: file.name, "TRITON_INTERPRET": "1",
