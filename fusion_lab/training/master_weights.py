@@ -51,7 +51,7 @@ class MasterWeights(Weights):
     originals, which the optimizer updates.
 
     One tensor, because lists of some hundred small ones are cut into launches of a few dozen, and a block of
-    threads works on one of them alone (benchmarks/FINDINGS.md).
+    threads works on one of them alone.
     """
 
     def __init__(self, model, dtype):
