@@ -46,12 +46,6 @@ def test_flags_are_judged_before_torch_is_imported(program, flags, code, words, 
     assert code == 0 or done.stderr.count("\n") == 1 and done.stdout == ""
 
 
-def test_a_rank_that_a_shell_leaked_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    done = begun(TRAINER, "--demo", torch="raise SystemExit('torch was imported')", directory=tmp_path)
-    assert done.returncode == 2 and "RANK" in done.stderr and done.stderr.count("\n") == 1
-
-
 def test_a_working_directory_that_was_deleted_is_one_line(tmp_path):
     code = f"import os, sys; os.rmdir(os.getcwd()); os.execv({sys.executable!r}, ['python', *sys.argv[1:]])"
     done = subprocess.run([sys.executable, "-c", code, str(ROOT / TRAINER)], cwd=tmp_path, check=False,
@@ -70,20 +64,14 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(program, module, tmp_path
     assert program not in (TRAINER, SECOND) or "loading PyTorch" in done.stdout
 
 
-@pytest.mark.slow
-def test_a_second_run_sets_the_first_aside(tmp_path, monkeypatch, capsys):
-    """In the default directory; one that was named is refused, unless it is forced."""
+def test_a_second_run_in_the_default_directory_sets_the_first_aside(tmp_path, monkeypatch, capsys):
+    """Of one that was named: test_a_start_that_is_refused_moves_nothing."""
     monkeypatch.chdir(tmp_path)
-    assert tof.main(SMALL) == tof.main(SMALL) == 0
-    assert len(list(tmp_path.glob("pytorch_profiles_v2.old-*"))) == 1
-    os.rename("pytorch_profiles_v2", "mine")
-    before = (tmp_path / "mine/metrics.jsonl").read_bytes()
-    capsys.readouterr()
-    assert train("mine") == 2
-    error = capsys.readouterr().err
-    assert "mine is not empty" in error and "--force" in error and error.count("\n") == 1
-    assert train("mine", "--force") == 0
-    old, = tmp_path.glob("mine.old-*")
+    flags = "--width 4 --num-steps 2 --warmup-steps 0 --device cpu".split()
+    assert tof.main(flags, SMALL_PROGRAM) == 0
+    before = (tmp_path / "pytorch_profiles_v2/metrics.jsonl").read_bytes()
+    assert tof.main(flags, SMALL_PROGRAM) == 0
+    old, = tmp_path.glob("pytorch_profiles_v2.old-*")
     assert old.name in capsys.readouterr().out and (old / "metrics.jsonl").read_bytes() == before
 
 

@@ -104,7 +104,7 @@ def tuned(result, directory):
 def checks():
     """Accuracy and set-up."""
     verify = "tiny_openfold_v2.py --verify-accuracy --num-blocks 1 --seq-len 32"
-    kinds = {**PRECISIONS, "ultra": f"--enable-ultra {BF16}"}
+    kinds = {**PRECISIONS, "all fp16": f"--enable-all-fusion {FP16}", "ultra": f"--enable-ultra {BF16}"}
     found = [Verb(f"accuracy {name}", (f"{verify} {flags}",), ("pytorch_profiles_v2/accuracy_v2.json",),
                   expected=("changes the optimizer's step, and outputs and gradients are checked",))
              for name, flags in kinds.items()]

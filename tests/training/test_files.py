@@ -181,15 +181,10 @@ def test_the_directory_one_is_in_is_not_set_aside(tmp_path, monkeypatch):
         files.claim("..", named=True, force=True)
 
 
-@pytest.mark.parametrize("kind", ["file", "loop", "nowhere"])
-def test_what_cannot_be_a_directory_is_refused_by_name(kind, tmp_path):
-    path = tmp_path / "d"
-    if kind == "file":
-        path.write_text("")
-    else:
-        path.symlink_to(path if kind == "loop" else tmp_path / "absent")
-    with pytest.raises(UserError, match=f"-o {path}: results go into a directory"):
-        files.claim(path, flag="-o")
+def test_what_cannot_be_a_directory_is_refused_by_name(tmp_path):
+    (tmp_path / "d").write_text("")
+    with pytest.raises(UserError, match=f"-o {tmp_path / 'd'}: results go into a directory"):
+        files.claim(tmp_path / "d", flag="-o")
 
 
 HOLDING = f"""

@@ -8,10 +8,6 @@ from torch import nn
 
 from fusion_lab.training import feeding
 from fusion_lab.training.master_weights import MasterWeights
-from fusion_lab.training.program import Data
-
-CPU = torch.device("cpu")
-
 
 # --- Master weights ---------------------------------------------------------------------------------------
 
@@ -68,25 +64,13 @@ def test_gradients_of_masters_place_by_place():
 
 # --- Batches ----------------------------------------------------------------------------------------------
 
-class Source(Data):
-    """Each batch is noted when it is made, with its thread."""
-
-    def __init__(self):
-        self.made = []
-
-    def batch(self, step):
-        self.made.append((step, threading.current_thread() is threading.main_thread()))
-        return dict(step=[step, -step])
-
-
 def test_a_step_s_batch_is_made_while_the_one_before_it_runs():
-    source, begun = Source(), threading.Event()
-    make = source.batch
-    source.batch = lambda step: begun.set() or make(step)
-    supply = feeding.batches(source, range(4, 9), SimpleNamespace(type="cpu"))
+    made, begun = [], threading.Event()
+    source = SimpleNamespace(part=lambda step, *_: made.append(step) or begun.set() or {})
+    supply = feeding.batches(source, range(4, 9), torch.device("cpu"))
     next(supply)
     begun.clear()
     next(supply)
     assert begun.wait(60)  # nobody has asked for it yet
     supply.close()
-    assert [step for step, _ in source.made] == [4, 5, 6]
+    assert made == [4, 5, 6]
