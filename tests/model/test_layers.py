@@ -253,25 +253,6 @@ def test_which_projections_are_one_gemm(switches, packed):
     assert {name: tuple(getattr(block, name).packings) for name in NONE} == {**NONE, **packed}
 
 
-@pytest.mark.parametrize("switches, layers", [
-    (dict(enable_triangle_fusion=False), 4), (dict(), 2), (dict(enable_projection_fusion=True), 1)])
-def test_packed_projections_keep_their_names_and_order(switches, layers):
-    """Left, right and their gates as one layer, as two and as four: one state, and one weight below it."""
-    config = tof.TinyOpenFoldConfig(pair_dim=8, pair_heads=1)
-    module = tof.FusedTriangleMultiplication(config, tof.FusionConfig(**switches), outgoing=True)
-    names = ("left_proj", "right_proj", "left_gate", "right_gate")
-    state = module.state_dict()
-    assert {name for name in state if name.startswith(("left", "right"))} == {
-        f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
-    held = [name for name, _ in module.named_parameters() if name.startswith(("left", "right"))]
-    assert len(held) == 2 * layers
-    parts = {key: torch.randn_like(tensor) for key, tensor in state.items()}
-    module.load_state_dict(parts)
-    for kind, found in zip(("weight", "bias"), module.packed(*names), strict=True):
-        assert torch.equal(found, torch.cat([parts[f"{name}.{kind}"] for name in names]))
-    assert all(torch.equal(tensor, parts[key]) for key, tensor in module.state_dict().items())
-
-
 def test_defaults_are_the_documented_ones():
     assert dataclasses.asdict(tof.TinyOpenFoldConfig()) == dict(
         msa_dim=64, pair_dim=128, num_blocks=4, num_seqs=16, seq_len=64, msa_heads=4, pair_heads=4,
@@ -293,9 +274,8 @@ def test_defaults_are_the_documented_ones():
 
 
 @pytest.mark.parametrize("on, kernels, gemms", [
-    ((), 15, 20), (("qkv_fusion_msa",), 11, 16), (("qkv_fusion_triangle",), 11, 16),
-    (("triangle_fusion",), 11, 16), (("flash_attention",), 15, 20),
-    (("triangle_fusion", "projection_fusion"), 11, 14), (("projection_fusion",), 15, 20),
+    ((), 15, 20), (("qkv_fusion_msa",), 11, 16), (("flash_attention", "projection_fusion"), 15, 20),
+    (("triangle_fusion", "projection_fusion"), 11, 14),
     (("qkv_fusion_msa", "qkv_fusion_triangle", "triangle_fusion", "projection_fusion"), 3, 6)])
 def test_fusion_statistics_against_a_hand_count(on, kernels, gemms):
     fusion = dataclasses.replace(tof.FusionConfig.preset(False), **{f"enable_{name}": True for name in on})

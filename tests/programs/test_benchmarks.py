@@ -24,26 +24,6 @@ def run(program, *flags, **environment):
                           env={**os.environ, **environment}, capture_output=True, check=False)
 
 
-EACH_HELP = """
-import contextlib, io, runpy, sys
-for program in sys.argv[1:]:
-    sys.argv, said = [program, "--help"], io.StringIO()
-    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(said):
-        runpy.run_path(program, run_name="__main__")
-    assert "usage: " in said.getvalue(), program
-"""
-
-
-@pytest.mark.slow
-def test_every_program_says_what_it_needs():
-    """In one process, which imports torch once."""
-    programs = {*(ROOT / "benchmarks").glob("*.py")} - {ROOT / "benchmarks" / name for name in (
-        "ladder_rung.py", "peers_cases.py")}
-    done = subprocess.run([sys.executable, "-c", EACH_HELP, *map(str, programs)], capture_output=True,
-                          text=True, check=False, cwd=ROOT / "benchmarks")
-    assert done.returncode == 0 and len(programs) > 5, done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.parametrize("operation", ["sub-layer, starting node", "sub-layer, ending node",

@@ -135,12 +135,6 @@ def test_wrong_use_is_one_line_that_names_flag_or_file(flag, value, tmp_path, ca
     assert not any(path.is_file() for path in tmp_path.rglob("*"))  # nothing was begun
 
 
-def test_missing_gpu_is_exit_code_4(tmp_path, capsys):
-    for name in ("cuda:99", "99"):
-        assert tof.main([*SMALL[:-2], "--profile-dir", str(tmp_path), "--device", name]) == 4
-        assert "no such GPU" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("package, flags", [("matplotlib", ["--plot-contacts", "maps"]),
                                             ("gemmi", ["--msa", "x.a3m", "--structure", "x.pdb"])])
 def test_missing_optional_package_is_exit_code_3(package, flags, tmp_path, monkeypatch, capsys):

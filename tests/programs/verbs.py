@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from tests.support import ROOT
+from tests.support import ROOT, last_json
 
 # A warning of Python, of torch's logging ("W1124 17:31:39.123000 81 torch/...") or of C++ ("[W1124 ...]").
 WARNING = re.compile(r"Warning:|warnings\.warn|^(\[rank\d+\]:)?\[?[WE]\d{4} \d\d:")
@@ -56,7 +56,7 @@ class Verb:
     named: tuple = ()  # rows of which a comparison says why it did not measure them
     expected: tuple = ()  # regular expressions of what may be said of that, or otherwise not run
     null: tuple = ()  # further figures that may be null here
-    prepare: object = None  # prepare(directory, number) before the command of that number
+    prepare: object = None  # prepare(directory) before the first command
     environment: tuple = ()  # pairs
     holds: object = None  # holds(last result, directory): complaints of this verb's own
     seconds: int = 240  # for all commands
@@ -84,9 +84,9 @@ def perform(verb, directory):
     started, codes, outputs = time.monotonic(), [], []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1",
                    **{name: value.replace("{here}", str(directory)) for name, value in verb.environment}}
-    for number, text in enumerate(verb.commands):
-        if verb.prepare:
-            verb.prepare(directory, number)
+    if verb.prepare:
+        verb.prepare(directory)
+    for text in verb.commands:
         process = subprocess.Popen(command_line(text), cwd=directory, env=environment, text=True,
                                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                    start_new_session=True)
@@ -106,21 +106,10 @@ def perform(verb, directory):
         if verb.result:
             run.results.append(read(the_file(directory, verb.result)))
         for output, _ in () if verb.result else outputs:
-            run.results.append(result_of(output))
-    except (OSError, ValueError, IndexError, TypeError) as error:
+            run.results.append(last_json("\n".join(re.findall(r"^\{.*", output, re.MULTILINE))))
+    except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
         run.trouble = f"no result: {type(error).__name__}: {error}"
     return run
-
-
-def result_of(stdout):
-    """The JSON that a command ends with, or the file that it names; raises where there is none."""
-    line = [line for line in stdout.strip().splitlines() if line.startswith("{")][-1]
-    headline = json.loads(line)
-    if path := headline.get("summary_file"):
-        if len(line.encode()) > 1024:
-            raise ValueError(f"the last line has {len(line.encode())} bytes")
-        return read(path)
-    return headline
 
 
 def read(path):
