@@ -79,17 +79,20 @@ def on_cpu():
 
 def mend_interpreter():
     """In Triton 3.6 to 3.9 the interpreter's products multiply the bit patterns of bfloat16
-    (triton-lang/triton#11584)."""
+    (triton-lang/triton#11584), and before 3.9 it can make no constant of bfloat16."""
     from triton.runtime import interpreter
 
-    product = interpreter.InterpreterBuilder.create_dot
+    builder = interpreter.InterpreterBuilder
+    product = builder.create_dot
 
     def wide(tensor):
         if tensor.dtype.scalar != tl.bfloat16:
             return tensor
         bits = tensor.data.view("uint16").astype("uint32") << 16
         return interpreter.TensorHandle(bits.view("float32"), tl.float32)
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *r: product(self, wide(a), wide(b), *r)
+    builder.create_dot = lambda self, a, b, *r: product(self, wide(a), wide(b), *r)
+    if not hasattr(builder, "get_bf16"):
+        builder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), tl.bfloat16)
 
 
 def cdiv(number, size):
