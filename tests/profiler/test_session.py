@@ -1,7 +1,5 @@
 """The PyTorch profiler session, from the command line to its files, for any program."""
 import json
-import os
-import stat
 from dataclasses import dataclass, replace
 
 import pytest
@@ -17,7 +15,7 @@ from fusion_lab.profiler.session import ablation_names, run_session
 from fusion_lab.training.files import UserError, exit_code
 from fusion_lab.training.options import option
 from run_pytorch_profiler import run
-from tests.support import ROOT, last_json, run_program
+from tests.support import last_json, run_program
 
 CPU = torch.device("cpu")
 PROGRAM = tof.PROGRAM
@@ -57,16 +55,10 @@ def session(tmp_path_factory):
     return directory, last_json(result), result.stdout
 
 
-OF_AN_ANALYSIS = {"mode", "timestamp", "config", "fusion_config", "training_params", "profiler_config",
-                  "profile_steps", "system_info", "trace", "time_kind", "unit", "step", "sublayers",
-                  "launches_per_step", "coverage", "kernels", "saved_activation_mb",
-                  "flops_per_step", "flops_share", "memory_peak_mb", "launch", "unrecorded", "findings"}
-
-
 def test_a_session_is_a_training_run_and_a_report(session):
-    directory, result, _ = session
-    assert result == report.read_analysis(directory)
-    assert set(result) == OF_AN_ANALYSIS | {"ceilings", "roofline"}
+    directory, result, output = session
+    assert result == report.read_analysis(directory) and result["mode"] == "pytorch_profiler"
+    assert output.splitlines()[-2].endswith(result["findings"][-1])  # before the JSON, for people
     summary = json.loads((directory / "performance_summary_v2.json").read_text())["performance_summary"]
     assert summary["step_times"] == result["step"]["step_times"] and len(summary["step_times"]) == 8
     assert summary["median_batch_time"] == pytest.approx(result["step"]["untraced_ms"] / 1e3)
@@ -79,13 +71,6 @@ def test_a_session_is_a_training_run_and_a_report(session):
     assert all(f"]({name})" in text and (directory / name).exists() for name in pictures)
 
 
-def test_findings_are_the_last_that_people_read(session):
-    _, result, output = session
-    lines = output.splitlines()[:-1]  # the last one is JSON, for programs
-    assert [line.strip() for line in lines[-3:]] == [
-        "Findings:", *(f"{i}. {text}" for i, text in enumerate(result["findings"], 1))]
-
-
 def test_a_trace_holds_the_last_steps_with_all_ranges(session):
     directory, result, _ = session
     events = read_trace(directory / result["trace"])
@@ -96,20 +81,17 @@ def test_a_trace_holds_the_last_steps_with_all_ranges(session):
     assert found.count("forward") == found.count("pair_transition") == result["profile_steps"] == 2
 
 
-def test_a_session_attributes_time_and_operations(session):
+def test_a_session_attributes_time(session):
+    """Counts by sub-layer: tests/programs/test_printed_figures.py."""
     result = session[1]
     table = {(e["name"], e["direction"]): e for e in result["sublayers"]}
     assert {(n, d) for n in PROGRAM.model.SUBLAYERS for d in ("forward", "backward")} <= set(table)
-    assert sum(e["share"] for e in table.values()) == pytest.approx(1.0)
-    assert sum(e["launches"] or 0 for e in table.values()) == result["launches_per_step"]
     assert result["coverage"]["unattributed"] == pytest.approx(0, abs=0.01)
     assert result["coverage"]["sublayers"] > 0.5
     assert all(e["calls"] == 1 and e["total_us"] > 0 for (name, _), e in table.items() if name != "rest")
     total = sum(e["total_us"] for e in table.values())
     assert 0.3 < total / (1e3 * result["step"]["untraced_ms"]) < 3
     assert sum(e["share"] for e in result["kernels"]) == pytest.approx(1.0)
-    assert sum(e["saved_activation_mb"] or 0 for e in table.values()) == pytest.approx(
-        sum(result["saved_activation_mb"].values()))
 
 
 def test_the_roofline_of_a_session(session):
@@ -135,6 +117,7 @@ def test_an_ablation_is_a_comparison_and_a_session_of_each_row(tmp_path, capsys)
     against = report.read_analysis(tmp_path / "given")["compared_with"]
     assert against["before"] == str(tmp_path / "baseline")
     assert "enable_flash_attention False -> True" in against["differences"]
+    assert "## Against" in (tmp_path / "given" / report.REPORT).read_text()
     for name in ("baseline.log", "given.log", "ablation_summary.md", "ablation_summary.png"):
         assert (tmp_path / name).exists()
 
@@ -217,7 +200,3 @@ def test_wrong_use_is_one_line_and_exit_two(flags, message, monkeypatch, tmp_pat
         code = exit_.code
     err = capsys.readouterr().err
     assert code == 2 and message in err and len(err.strip().splitlines()) == 1 and not any(tmp_path.iterdir())
-
-
-def test_the_program_is_an_executable_file():
-    assert os.stat(ROOT / "run_pytorch_profiler.py").st_mode & stat.S_IXUSR

@@ -8,12 +8,9 @@ from fusion_lab.study.summary import summarise
 from tests.study.test_summary import lines_of, row, study_of
 
 HOW = dict(command="./launch_performance_study.sh", created="2026-01-01T00:00:00")
-TABLES = ["points", "ablation"]
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    """(path of a page with every section, from constructed rows; its pictures)"""
+def test_the_page_has_every_section_and_stands_alone():
     settings = ["baseline", "fused", *(f"{kind}-{switch}" for kind in ("only", "without") for switch in (
         "qkv-fusion-msa", "flash-attention", "opm-fusion")), "qkv-fusion-msa+opm-fusion", "ultra"]
     sizes = dict(batch_size=[1, 2], seq_len=[32, 64, 128], num_seqs=[8, 16])
@@ -30,18 +27,9 @@ def report(tmp_path_factory):
                 for name in settings]
     summary = summarise(study, lines_of(study, rows_of))
     pictures = plots.draw(study, summary)
-    path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(page(study, summary, HOW, pictures))
-    return path, pictures
-
-
-def test_the_page_stands_alone(report):
-    path, pictures = report
-    text = path.read_text()
-    assert len(pictures) == 4
-    assert all(png.startswith(b"\x89PNG") and len(png) > 5000 for _, _, png in pictures)
-    for name in TABLES:
-        assert f'<table id="{name}">' in text
+    text = page(study, summary, HOW, pictures)
+    assert len(pictures) == 4 and all(png.startswith(b"\x89PNG") for _, _, png in pictures)
+    assert '<table id="points">' in text and '<table id="ablation">' in text
     assert "<script" not in text and "alert" in text and "&lt;CPU&gt;" in text
     assert text.count('src="') == text.count('src="data:image/png;base64,') == 4
     assert "@import" not in text and "url(" not in text and 'href="http' not in text
