@@ -53,15 +53,15 @@ def tensors():
     return [torch.randn(1, 3, 4, 16), torch.randn(1, 4, 4, 32)]
 
 
-@pytest.mark.parametrize("packing, h, wraps", [
-    ("qkv", 4, True), ("none", 4, True), ("gate", 4, True), ("qkv", 16, True), ("gate", 16, True),
-    ("qkv", 4, False)])
-def test_a_block_is_what_it_is_without_kernels(packing, h, wraps, monkeypatch):
-    """The outer product from sides with a kernel (h 16) or without; transitions round library products or,
-    of many channels, their layers."""
+@pytest.mark.parametrize("packing, h, lacking", [
+    ("qkv", 4, ()), ("none", 4, ()), ("gate", 4, ()), ("qkv", 16, ()), ("gate", 16, ()),
+    ("qkv", 4, ("transition", "attention sub-layer")), ("gate", 4, ("attention sub-layer",))])
+def test_a_block_is_what_it_is_without_kernels(packing, h, lacking, monkeypatch):
+    """With dropout. The outer product from sides with a kernel (h 16) or without; transitions round library
+    products or, of many channels, their layers; attention between projections of the library."""
     fits = limits.fits
     monkeypatch.setattr(limits, "fits", lambda part, *given, **named: (
-        (wraps or part != "transition") and fits(part, *given, **named)))
+        part not in lacking and fits(part, *given, **named)))
     ours, plain = blocks(packing, h)
-    assert not wraps or all(layer.takes(tensors()[1]) for layer in ours.children())
-    assert not violations(run(ours.eval()), run(plain.eval()), tensors())
+    assert lacking or all(layer.takes(tensors()[1]) for layer in ours.children())
+    assert not violations(run(ours), run(plain), tensors())

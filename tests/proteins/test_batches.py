@@ -8,19 +8,8 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
 from tiny_openfold.proteins import batches, contacts, structure_metrics
-from tiny_openfold.proteins.batches import (
-    RealProteins,
-    SyntheticProteins,
-    assemble,
-    corrupt,
-    require_coordinates,
-)
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, MASK, Protein
-from tiny_openfold.proteins.synthetic import (
-    PARTNER,
-    paired_alignment,
-    synthetic_proteins,
-)
+from tiny_openfold.proteins.synthetic import PARTNER, paired_alignment, synthetic_proteins
 
 SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
              seq_len=8, batch_size=2)
@@ -37,8 +26,8 @@ def test_corruption_has_the_shares_of_the_paper():
     third row is missing: it is neither drawn from nor asked for."""
     msa = np.repeat(np.array([[[0], [1], [9]]]), 40_000, axis=2)
     msa[0, 0, :100] = MASK
-    masks = np.ones((1, msa.shape[2])), np.array([[1.0, 1, 0]])
-    batch = assemble(np.random.default_rng(0), msa, np.zeros((1, 40_000, 3)), np.ones((1, 40_000)), *masks)
+    rest = np.zeros((1, 40_000, 3)), np.ones((1, 40_000)), np.ones((1, 40_000)), np.array([[1.0, 1, 0]])
+    batch = batches.assemble(np.random.default_rng(0), msa, *rest)
     found, targets = batch["msa_tokens"][0].numpy(), batch["msa_targets"][0].numpy()
     assert (targets[2] == -100).all() and (targets[0, :100] == -100).all()
     asked = targets != -100
@@ -48,17 +37,17 @@ def test_corruption_has_the_shares_of_the_paper():
     shares = [(first == token).mean() for token in (MASK, 0, 1, 5, 9)]
     assert shares == pytest.approx([0.7, 0.155, 0.055, 0.005, 0.005], abs=0.02)
     assert batch["target_tokens"][0, 100:].tolist() == [0] * 39_900
-    clean = assemble(None, msa, np.zeros((1, 40_000, 3)), np.ones((1, 40_000)), *masks, clean=True)
+    clean = batches.assemble(None, msa, *rest, clean=True)
     assert np.array_equal(clean["msa_tokens"], msa) and "msa_targets" not in clean
 
 
 # --- Synthetic batches ---------------------------------------------------------------------------------
 
 def test_synthetic_batches_are_proteins_from_16_on():
-    source = SyntheticProteins(settings_of(seed=5))
+    source = batches.SyntheticProteins(settings_of(seed=5))
     for step, numbers in ((0, [16, 17]), (3, [22, 23])):
         msa, coords = synthetic_proteins(5, numbers, 4, 8)
-        corrupted, targets = corrupt(np.random.default_rng((5, step, 1)), msa)
+        corrupted, targets = batches.corrupt(np.random.default_rng((5, step, 1)), msa)
         batch = source.batch(step)
         expected = dict(coords=coords, msa_tokens=corrupted, msa_targets=targets, target_tokens=msa[:, 0],
                         coord_mask=np.ones((2, 8), np.float32))
@@ -72,7 +61,7 @@ def test_synthetic_batches_are_proteins_from_16_on():
 
 def test_masked_batch_lacks_the_last_quarter_of_the_last_sample():
     settings = settings_of(num_seqs=9, seq_len=8)
-    plain = SyntheticProteins(settings).batch(0)
+    plain = batches.SyntheticProteins(settings).batch(0)
     batch = batches.open_source(settings).check_batch()
     assert batch["seq_mask"].tolist() == [8 * [1], 6 * [1] + 2 * [0]] == batch["coord_mask"].tolist()
     assert batch["row_mask"].tolist() == [9 * [1], 7 * [1] + 2 * [0]]
@@ -94,7 +83,7 @@ def family(name="f", rows=3, length=20, unseen=()):
 
 
 def real(families=(), unseen=(), **values):
-    source = object.__new__(RealProteins)  # without files
+    source = object.__new__(batches.RealProteins)  # without files
     source.config = settings_of(**values).model
     source.training = settings_of(**values).training
     source.families, source.unseen, source.validation = list(families), list(unseen), []
@@ -209,9 +198,9 @@ def test_few_coordinates_are_one_warning_and_next_to_none_are_refused(capsys, mo
                 for name in ("a", "bare", "c")]
     for family, known in zip(families, (20, 2, 9), strict=True):
         family.coords[:known] = 1
-    require_coordinates(families[:1], 0.1)
+    batches.require_coordinates(families[:1], 0.1)
     assert capsys.readouterr().err == ""
-    require_coordinates(families, 0.1)
+    batches.require_coordinates(families, 0.1)
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1 and "bare (2 of 20 residues), c (9 of 20 residues)" in warning
     monkeypatch.setattr(batches.files, "load_families", lambda path: (families, []))
@@ -228,7 +217,7 @@ GOING_ON = SimpleNamespace(signal=None)  # no signal came
 def test_evaluation_turns_dropout_off_and_on_again():
     settings = settings_of(dropout=0.5)
     trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
-    source, modes = SyntheticProteins(settings), []
+    source, modes = batches.SyntheticProteins(settings), []
     trainer.model.register_forward_pre_hook(
         lambda model, _: modes.append((model.training, torch.is_grad_enabled())))
     found = source.evaluate(trainer, GOING_ON).details

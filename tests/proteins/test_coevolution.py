@@ -22,7 +22,9 @@ def trainer_of(**values):
     return tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(**SMALL, **values), torch.device("cpu"))
 
 
-def test_rows_that_are_alike_share_their_weight():
+@pytest.mark.parametrize("block", [2, 4096])  # rows that are compared with all others at a time
+def test_rows_that_are_alike_share_their_weight(block, monkeypatch):
+    monkeypatch.setattr(coevolution, "BLOCK", block)
     rows = torch.tensor([[[A, A, A, A, A, D], [A, A, A, A, C, D], [A, A, C, C, C, D], [GAP] * 6]])
     mask = torch.tensor([[1.0, 1, 1, 1, 1, 0]])  # the last column does not count: 4 of 5 are alike
     assert coevolution.row_weights(rows, mask).tolist() == [[0.5, 0.5, 1.0, 0.0]]

@@ -13,23 +13,9 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model
 from tests.support import require_shared, save_model
-from tiny_openfold.proteins import coevolution, files, prediction, relatives
+from tiny_openfold.proteins import files, prediction, relatives
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, UNKNOWN
-from tiny_openfold.proteins.relatives import (
-    EXTEND,
-    OPEN,
-    UNIT,
-    Depth,
-    blosum62,
-    learned_from,
-    local_scores,
-    nearest,
-    profile,
-    relative,
-    require_protein,
-    sequence_weights,
-    some_rows,
-)
+from tiny_openfold.proteins.relatives import Depth, learned_from, local_scores, nearest, profile, relative
 
 UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
 MYOGLOBIN = "VLSEGEWQLVLHVWAKVEADVAGHGQDILIRLFKSHPETLEKFDRFKHLKTEAEMKASEDLKKHGVTVLTALGAILKKKGHHEAELKP"
@@ -45,7 +31,7 @@ def tokens(letters):
     ("GAGAGSGAGAGSGAGAGS", False), ("DTASDAAAAAALTAANAKAAAELTAANAAAAAAATAR", False)])  # silk, antifreeze
 def test_what_is_no_protein_is_refused_and_proteins_of_few_letters_pass(query, refused):
     with pytest.raises(UserError, match="^x.a3m: ") if refused else contextlib.nullcontext():
-        require_protein(tokens(query), "x.a3m")
+        relatives.require_protein(tokens(query), "x.a3m")
 
 
 def test_depth_by_hand():
@@ -54,7 +40,7 @@ def test_depth_by_hand():
     depth = Depth.of(np.concatenate([msa, np.repeat(msa[3:], 16, axis=0)]))
     assert depth == Depth(20, pytest.approx(2), pytest.approx(181 / 200), tuple(range(10)), 10)
     assert "2.0 effective rows of 20" in str(depth)
-    assert depth.effective == pytest.approx(sequence_weights(msa).sum()) and GAP in msa
+    assert depth.effective == pytest.approx(relatives.sequence_weights(msa).sum()) and GAP in msa
 
 
 def test_columns_that_few_rows_fill_are_thin():
@@ -125,26 +111,10 @@ def test_the_shipped_model_knows_its_families_by_sequence():
     assert {"bins", "error", "pairs"} <= set(card["calibration"])
 
 
-@pytest.mark.parametrize("block", [2, 4096])  # rows that are compared with all others at a time
-def test_near_copies_share_their_weight(block, monkeypatch):
-    monkeypatch.setattr(coevolution, "BLOCK", block)
-    rows = np.array([[LETTERS.index(letter) for letter in row]
-                     for row in ("AAAAA", "AAAA-", "CCCCC", "AAA--", "CCCCA")], np.uint8)
-    expected = [1 / 2, 1 / 3, 1 / 2, 1 / 2, 1 / 2]  # 4 of 5 columns are enough, 3 are not
-    assert sequence_weights(rows) == pytest.approx(expected)
-
-
-def test_rows_are_drawn_with_the_query_first():
-    msa = np.arange(50, dtype=np.uint8)[:, None]
-    drawn = some_rows(msa, 10)
-    assert drawn[0] == 0 and len(np.unique(drawn)) == 10 and np.array_equal(drawn, some_rows(msa, 10))
-    assert not np.array_equal(drawn, some_rows(msa, 10, seed=1)) and some_rows(msa, 50) is msa
-
-
 # --- Alignment of a profile ------------------------------------------------------------------------------
 
 def test_the_table_is_blosum62():
-    table = blosum62()
+    table = relatives.blosum62()
     score = {a + b: table[i, j] for i, a in enumerate(AMINO_ACIDS) for j, b in enumerate(AMINO_ACIDS)}
     assert [score[pair] for pair in ("WW", "CC", "AA", "YF", "IV", "GW", "WP", "DE", "KR", "ST")] == \
         [11, 9, 4, 3, 3, -2, -4, 2, 2, 1]
@@ -157,10 +127,10 @@ def slow_score(columns, sequence):
     """Smith and Waterman's recurrence with gaps of every length tried, one cell at a time."""
     best = np.zeros((len(columns) + 1, len(sequence) + 1))
     for i, j in itertools.product(range(1, len(columns) + 1), range(1, len(sequence) + 1)):
-        gaps = [best[i - k, j] - OPEN - k * EXTEND for k in range(1, i + 1)]
-        gaps += [best[i, j - k] - OPEN - k * EXTEND for k in range(1, j + 1)]
+        gaps = [best[i - k, j] - relatives.OPEN - k * relatives.EXTEND for k in range(1, i + 1)]
+        gaps += [best[i, j - k] - relatives.OPEN - k * relatives.EXTEND for k in range(1, j + 1)]
         best[i, j] = max(0, best[i - 1, j - 1] + columns[i - 1, sequence[j - 1]], *gaps)
-    return best.max() / UNIT
+    return best.max() / relatives.UNIT
 
 
 def test_scores_are_those_of_smith_and_waterman():
@@ -168,7 +138,8 @@ def test_scores_are_those_of_smith_and_waterman():
     rng = np.random.default_rng(0)
     query = rng.integers(0, 20, 40)
     columns = profile(query[None].astype(np.uint8))
-    assert columns[:, :20] / UNIT == pytest.approx(blosum62()[query], abs=0.6)  # of one row: the table
+    of_one_row = relatives.blosum62()[query]
+    assert columns[:, :20] / relatives.UNIT == pytest.approx(of_one_row, abs=0.6)
     inserted = np.insert(query, 20, rng.integers(0, 20, 3))
     sequences = [query, inserted, np.delete(query, [18, 19, 20]), query[::-1], rng.integers(0, 20, 30),
                  query[20:], query[:20], np.array([UNKNOWN, GAP]), query[5:6]]
