@@ -64,6 +64,14 @@ def run_program(program, *args, cwd=None, env=None):
                           check=False)
 
 
+def code_of(main, *argv):
+    """The exit code of a program in this process, however it ends."""
+    try:
+        return main([*map(str, argv)])
+    except SystemExit as error:
+        return error.code
+
+
 def last_json(result):
     """The contract of every run: its last stdout line is JSON of at most 1 kB, headline figures of the file
     that it names. Returns the content of that file."""

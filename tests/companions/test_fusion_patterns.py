@@ -15,7 +15,6 @@ TARGETS = ("sm_90", "gfx90a", "gfx942", "gfx950")
 @pytest.mark.parametrize("medians, expected", [
     (dict(plain=4.0), ("NONE", "only plain code ran, so there is nothing to compare")),
     (dict(plain=4.0, compiled=3.9, library=4.1), ("DON'T", "compiled 1.03x plain, library 0.98x plain")),
-    (dict(plain=4.0, compiled=2.0, library=3.0), ("FUSE", "compiled 2.00x plain, library 1.33x plain")),
     (dict(plain=4.0, compiled=2.0, ours=1.0), ("FUSE", "compiled 2.00x plain, ours 4.00x plain")),
     (dict(plain=4.0, compiled=2.0, library=1.9), ("LIBRARY", "compiled 2.00x plain, library 2.11x plain")),
     (dict(plain=4.0, compiled=2.9, library=3.4), (  # the library is within noise of both
@@ -46,12 +45,6 @@ def test_a_way_whose_results_or_gradients_are_off_is_not_timed():
     assert "result 1" in found["gradient"]
 
 
-def test_gradients_on_the_limit_are_right():
-    """Where plain code is exact, and so is every way, nothing is off, though nothing is allowed."""
-    ways = {name: lambda x: x * 0 for name in ("plain", "same")}
-    assert lab.faults(ways, [torch.randn(4, requires_grad=True)], torch.float32) == {}
-
-
 @pytest.mark.parametrize("name", lab.PATTERNS)
 def test_every_way_is_right_on_a_cpu(name):
     pattern = lab.PATTERNS[name]
@@ -67,15 +60,11 @@ def test_a_pattern_as_it_is_measured(monkeypatch):
         "a product", (4, 6, 8), (1, 1, 1), lambda *n: [torch.randn(*s) for s in (n[::2], n[1:], n[1:2])],
         lambda x, w, b: x @ w.t() + b, None, torch.nn.functional.linear))
     found = lab.measure("p", CPU, 2, False)
-    assert {key: found[key] for key in ("name", "title", "sizes", "dtype")} == dict(
-        name="p", title="a product", sizes=[4, 6, 8], dtype="float32")
     assert found["least_bytes"] == 440 and found["plain_bytes"] == 440 + 2 * 4 * 4 * 6
-    assert [way["name"] for way in found["ways"]] == ["plain", "ours", "library"]
-    for way in found["ways"]:
-        for key in ("forward", "both"):
-            assert (way[key] is None) == (way["name"] == "ours")
-            if way[key]:
-                assert 0 < way[key][0] <= way[key][1] <= way[key][2]
+    plain, ours, library = found["ways"]
+    assert ours["forward"] is ours["both"] is None
+    for low, median, high in (way[key] for way in (plain, library) for key in ("forward", "both")):
+        assert 0 < low <= median <= high
 
 
 @pytest.mark.slow

@@ -159,12 +159,6 @@ def test_held_out_backbones_are_never_trained_on():
         assert not held_out & {x.numpy().tobytes() for x in source.batch(step)["X"]}
 
 
-def test_recovery_by_hand():
-    log_probs = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]]]).log()
-    right, nll, count = backbones.recovery(log_probs, torch.tensor([[0, 2, -1]])).tolist()
-    assert (right, count) == (1, 2) and nll == pytest.approx(-math.log(0.5) - math.log(0.1))
-
-
 def test_an_evaluation_is_of_every_residue_held_out():
     """By a model that is right of even tokens, with probability 1/2, and else says the next one, with 1/4."""
     class Known(torch.nn.Module):

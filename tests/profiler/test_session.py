@@ -1,6 +1,5 @@
 """The PyTorch profiler session, from the command line to its files, for any program."""
 import json
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from fusion_lab.measuring.variants import fusion_named, with_fusion
 from fusion_lab.profiler import report
 from fusion_lab.profiler.session import ablation_names, run_session
 from fusion_lab.training.files import UserError, exit_code
-from fusion_lab.training.options import option
 from run_pytorch_profiler import run
-from tests.support import last_json, run_program
+from tests.second_program import PROGRAM as SECOND
+from tests.support import code_of, last_json, run_program
 
 CPU = torch.device("cpu")
 PROGRAM = tof.PROGRAM
@@ -128,59 +127,17 @@ def test_an_ablation_has_every_fusion_alone_and_left_out():
     assert len({fusion_named(name, usual) for name in names}) == 3 + 2 * len(on)
 
 
-# A new sub-layer and a new switch, which nobody told the lab about
-
-
-@dataclass(frozen=True)
-class MoreSwitches(tof.FusionConfig):
-    """The usual switches and a new one."""
-    enable_scaling: bool = option(True, "a new switch", preset=True)
-
-
-class PairScale(torch.nn.Module):
-    def __init__(self, channels, fused):
-        super().__init__()
-        self.weight, self.fused = torch.nn.Parameter(torch.eye(channels)), fused
-
-    def forward(self, pair):
-        return pair @ self.weight if self.fused else (pair.flatten(0, -2) @ self.weight).view_as(pair)
-
-
-class WithPairScale(tof.TinyOpenFoldV2):
-    """TinyOpenFold with one more sub-layer, the first to run."""
-    SUBLAYERS = ("pair_scale", *tof.SUBLAYERS)
-
-    def __init__(self, config, fusion):
-        super().__init__(config, fusion)
-        self.pair_scale = PairScale(config.pair_dim, fusion.enable_scaling)
-
-    def embed(self, msa_tokens, target, features=None):
-        msa, pair = super().embed(msa_tokens, target, features)
-        return msa, self.pair_scale(pair)
-
-    def sublayers(self):
-        return [("pair_scale", self.pair_scale), *((name, getattr(block, name)) for block in self.blocks
-                                                   for name in tof.SUBLAYERS)]
-
-
-NEW_PROGRAM = replace(PROGRAM, model=WithPairScale, fusion_config=MoreSwitches)
-
-
 @pytest.mark.slow
-def test_a_new_sublayer_and_a_new_switch_walk_through_a_session(tmp_path, capsys):
-    settings = NEW_PROGRAM.settings(**SIZES).having(num_steps=5, profile_steps=2)
-    found = run_session(NEW_PROGRAM, settings, str(tmp_path), tof.train, roofline=True)
-    row = next(row for row in found["roofline"] if row["name"] == "pair_scale")
-    positions = SIZES["batch_size"] * SIZES["seq_len"] ** 2
-    assert row["flops"] == 3 * 2 * positions * SIZES["pair_dim"] ** 2  # counted as a formula would
+def test_sub_layers_and_switches_that_nobody_told_the_lab_about_walk_through_a_session(tmp_path, capsys):
+    settings = SECOND.settings(width=8, depth=2, batch_size=3, device="cpu", num_steps=5, profile_steps=2)
+    found = run_session(SECOND, settings, str(tmp_path), tof.train, roofline=True)
+    row = next(row for row in found["roofline"] if row["name"] == "up")
+    assert row["flops"] == 3 * 2 * 2 * 3 * 8 * 32  # of both layers; counted as a formula would
     assert row["minimal_bytes"] is None and row["note"] and row["measured_s"] > 0
-    assert found["flops_share"]["pair_scale"] > 0 and found["fusion_config"]["enable_scaling"]
-    directions = {e["direction"] for e in found["sublayers"] if e["name"] == "pair_scale"}
-    assert directions == {"forward", "backward"}
+    assert found["flops_share"]["up"] > 0 and found["fusion_config"]["enable_fused_relu"]
     text = (tmp_path / report.REPORT).read_text()
-    assert "| pair_scale | " in text and "scaling" in text.split("; on: ")[1].splitlines()[0]
-    assert report.read_analysis(str(tmp_path)) == found
-    assert {"only-scaling", "without-scaling"} <= {*ablation_names(NEW_PROGRAM)}
+    assert "| up | " in text and "fused_relu" in text.split("; on: ")[1].splitlines()[0]
+    assert {"only-fused-relu", "without-fused-relu"} <= {*ablation_names(SECOND)}
 
 
 # Command line
@@ -194,9 +151,6 @@ def test_a_new_sublayer_and_a_new_switch_walk_through_a_session(tmp_path, capsys
     (["--ablation", "--compare-with", "x"], "--compare-with: not with --ablation")])
 def test_wrong_use_is_one_line_and_exit_two(flags, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    try:
-        code = exit_code(run, flags, "run_pytorch_profiler.py")
-    except SystemExit as exit_:
-        code = exit_.code
+    code = code_of(lambda given: exit_code(run, given, "run_pytorch_profiler.py"), *flags)
     err = capsys.readouterr().err
     assert code == 2 and message in err and len(err.strip().splitlines()) == 1 and not any(tmp_path.iterdir())

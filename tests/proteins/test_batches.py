@@ -8,8 +8,8 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
 from tiny_openfold.proteins import batches, contacts, structure_metrics
-from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, MASK, Protein
-from tiny_openfold.proteins.synthetic import PARTNER, paired_alignment, synthetic_proteins
+from tiny_openfold.proteins.files import GAP, MASK, Protein
+from tiny_openfold.proteins.synthetic import synthetic_proteins
 
 SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
              seq_len=8, batch_size=2)
@@ -260,13 +260,3 @@ def test_lddt_of_distances_is_that_of_a_structure_with_these_distances():
     assert contacts.distance_lddt(torch.zeros(40, 40), 1e3 * true, seen.float()) == 0.0  # nothing is near
 
 
-# --- Synthetic proteins --------------------------------------------------------------------------------
-
-
-def test_paired_world_follows_one_table():
-    assert "".join(AMINO_ACIDS[i] for i in PARTNER) == "WYKRLPNVDFQHGMETSIAC"  # of ACDEFGHIKLMNPQRSTVWY
-    msa = paired_alignment(np.random.default_rng(0), np.array([3, 1, 2, 0, 6, 5, 4]), 400)
-    assert msa.shape == (400, 7)
-    assert (msa[:, 3] == PARTNER[msa[:, 0]]).all() and (msa[:, 6] == PARTNER[msa[:, 4]]).all()
-    assert [len(np.unique(msa[:, column])) for column in (0, 1, 2, 4, 5)] == 5 * [20]
-    assert (msa[:, 2] == PARTNER[msa[:, 1]]).mean() < 0.1

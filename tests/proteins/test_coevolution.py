@@ -70,16 +70,6 @@ def test_precision_of_dca_on_real_families_is_that_of_another_program(name, expe
 
 # --- In the model -----------------------------------------------------------------------------------------
 
-def test_padding_changes_no_feature():
-    msa = torch.randint(0, 22, (1, 30, 9), generator=torch.Generator().manual_seed(0))
-    padded = torch.full((1, 34, 12), GAP)
-    padded[:, :30, :9] = msa
-    mask = (torch.arange(12) < 9).float()[None]
-    plain, more = coevolution.pair_features(msa), coevolution.pair_features(padded, mask)
-    assert torch.allclose(plain, more[:, :9, :9], atol=2e-3)
-    assert not more[:, 9:].any() and not more[:, :, 9:].any()
-
-
 def test_the_model_reads_them_and_alone_is_what_it_was():
     plain, reading = trainer_of(), trainer_of(coevolution="couplings")
     batch = batches.open_source(reading.settings).batch(0)

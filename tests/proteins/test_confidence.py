@@ -58,9 +58,3 @@ def test_plddt_lies_between_0_and_100_and_is_0_without_neighbours():
     assert confidence.plddt(torch.tensor([0.25])).item() == 25
     low = confidence.plddt(torch.tensor([0.5, 0.6, 0.7]), uncertain=[1]).tolist()
     assert low == pytest.approx([50, 60 * confidence.UNCERTAIN_SHARE, 70])
-
-
-def test_the_line_is_the_cards_or_none():
-    card = dict(plddt=dict(intercept=-0.05, slope=1.2, measured_on="13 families"))
-    assert confidence.line_of(card) == (-0.05, 1.2, "13 families")
-    assert confidence.line_of({}) == (0, 1, None)

@@ -37,15 +37,6 @@ def a_map(name="x", numbers=(), structure=True, **kwargs):
 
 # --- Table and picture ----------------------------------------------------------------------------------
 
-def test_ticks_are_round_numbers_of_the_file():
-    numbers = ["", "", *(str(n) for n in range(-1, 52)), "51A", "51B", *(str(n) for n in range(60, 70)), ""]
-    places, labels = maps.ticks(numbers)
-    assert labels == ["0", "10", "20", "30", "40", "50", "60"]
-    assert all(numbers[place] == label for place, label in zip(places, labels, strict=True))
-    odd = ["7A", "7B", "7C", "7D"]
-    assert maps.ticks(odd) == ([0, 1, 2, 3], odd) and maps.ticks(["", ""]) == ([], [])
-
-
 def test_table_holds_every_pair(tmp_path):
     numbers = ["", "5", "6", "6A", *(str(n) for n in range(9, 19))]
     maps.write_table(tmp_path / "x.tsv", a_map(numbers=numbers, unseen=[0]))

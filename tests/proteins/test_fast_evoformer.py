@@ -1,7 +1,6 @@
 """Twins of the Evoformer's layers: where they stand, and that plain code runs where no kernel does. What
 kernels compute in a whole block is tested in tests/kernels/test_whole_block.py."""
 import dataclasses
-import importlib
 
 import pytest
 import torch
@@ -17,14 +16,8 @@ ALL_TRITON = tof.FusionConfig(**{f"enable_triton_{name}": True for name in (
     "attention", "outer_layout", "relu", "triangle")})
 
 
-def block_of(fusion=ALL_TRITON, dropout=0.0):
-    return tof.FusedEvoformerBlock(dataclasses.replace(SMALL, dropout=dropout), fusion)
-
-
-def imported(name):
-    """A module of kernels."""
-    pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
-    return importlib.import_module(f"fusion_lab.kernels.{name}")
+def block_of(fusion=ALL_TRITON):
+    return tof.FusedEvoformerBlock(SMALL, fusion)
 
 
 def inputs():
@@ -84,7 +77,7 @@ def test_sub_layers_called_alone_return_their_update(fusion):
         assert torch.equal(layer(*given, **masks), other(*given, *masks.values()))
 
 
-# --- Dropout and masks --------------------------------------------------------------------------------------
+# --- The outer product's order ------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("samples, rows, residues, ours, plain", [
     (1, 1, 4, False, True), (1, 1, 5, True, True), (2, 31, 128, True, True), (2, 32, 128, False, True),
@@ -95,50 +88,6 @@ def test_kernels_take_over_where_reassociating_draws_level(samples, rows, residu
     for runs, expected in ((True, ours), (False, plain)):
         monkeypatch.setattr(limits, "runs", lambda x, runs=runs: runs)
         assert layer.weight_first(sides) is expected
-
-
-def test_dropout_goes_to_kernels_as_factors(monkeypatch):
-    """Shared along rows, or along columns for the ending node; none of columns of the MSA."""
-    drops = []
-
-    def kernel(at):
-        return lambda *given: drops.append(given[at + 1]) or given[at]  # the residual stands at this place
-    for name, function, at in (("attention.layer", "attention_layer", 7),
-                               ("triangle_multiplication.operator", "triangle_multiplication", 5)):
-        monkeypatch.setattr(imported(name), function, kernel(at))
-    parts = "attention sub-layer", "triangle multiplication"
-    monkeypatch.setattr(limits, "fits", lambda part, x, heads=1, side=1: part in parts)
-    block = block_of(dropout=0.5)
-    block(*inputs())
-    assert [None if drop is None else (*drop.shape,) for drop in drops] == [
-        (1, 1, 7, 8), None, *3 * [(1, 1, 7, 12)], (1, 7, 1, 12)]
-    assert {x for drop in drops if drop is not None for x in drop.unique().tolist()} == {0, 2}
-    drops.clear()
-    block.eval()(*inputs())
-    assert drops == 6 * [None]
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_attention_between_the_library_s_projections(wide, monkeypatch):
-    """Where only heads fit: packed with the gate or not, the bias turned for the ending node."""
-    def attention(parts, heads, axis, bias, mask, gate_bias):
-        q, k, v, gate = parts[0].chunk(4, -1) if wide else parts
-        gate = gate if gate_bias is None else gate + gate_bias
-        q, k, v = (x.unflatten(-1, (heads, -1)).movedim(3, 1).transpose(2, 4 - axis) for x in (q, k, v))
-        scores = q @ k.mT / q.shape[-1] ** 0.5 + bias[:, :, None] + (mask[:, None, None, None] - 1) * 1e9
-        return (scores.softmax(-1) @ v).transpose(2, 4 - axis).movedim(1, 3).flatten(3) * gate.sigmoid()
-    monkeypatch.setattr(limits, "fits", lambda part, x, heads: part == "attention" and x.shape[-1] == 12)
-    monkeypatch.setattr(imported("attention.operator"), "gated_attention", attention)
-    pair, keys = torch.randn(2, 7, 7, 12), torch.ones(2, 7)
-    keys[1, 5:] = 0
-    switches = dict(enable_projection_fusion=wide)
-    block = block_of(tof.FusionConfig(enable_triton_attention=True, **switches))
-    plain = block_of(tof.FusionConfig(**switches))
-    for weight in plain.parameters():
-        torch.nn.init.normal_(weight, std=0.3)
-    block.load_state_dict(plain.state_dict())
-    for name in ("triangle_attn_starting", "triangle_attn_ending"):
-        assert torch.allclose(getattr(block, name)(pair, keys), getattr(plain, name)(pair, keys), atol=1e-5)
 
 
 # --- Recomputation ----------------------------------------------------------------------------------------

@@ -103,13 +103,6 @@ def test_families_have_the_known_shapes_and_contact_shares(families_dir):
         assert by_name[name].msa.max() <= files.GAP and (by_name[name].msa[0] < files.GAP).all()
 
 
-def test_structure_of_another_protein_is_refused():
-    for msa, structure in (("pairs/1a3a_A.a3m", "pairs/4CUP.cif"),
-                           ("nasty/boltz_seq2.a3m", "pairs/1PTF_A.pdb"),
-                           ("nasty/PF07686.align.80.fasta", "nasty/1pko.pdb")):
-        assert "same protein" in one_line_error(load_protein, data(msa), data(structure))
-
-
 # --- Structures, one way to differ at a time ------------------------------------------------------------
 
 SEQUENCE = "MASGHKWDEF"
@@ -274,14 +267,6 @@ def test_a_long_query_does_not_match_by_chance(tmp_path):
     path = write_model(tmp_path / "x.pdb", *model("".join(letters_[:40])))
     alignment = write(tmp_path / "x.a3m", f">q\n{''.join(letters_[40:])}\n")
     assert "does not match" in one_line_error(load_protein, alignment, path)
-
-
-def test_a_residue_with_an_unknown_coordinate_has_none(tmp_path):
-    text = as_cif(write_model(tmp_path / "x.pdb", *model("MKTAYIAKQR"))).read_text()
-    msa = write(tmp_path / "x.fasta", ">q\nMKTAYIAKQR\n")
-    assert "3.8 -1.5 0 " in text
-    path = write(tmp_path / "x.cif", text.replace("3.8 -1.5 0 ", "3.8 ? 0 "))
-    assert columns_with_coords(load_protein(msa, path).coords) == [0, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("first, plddt, expected", [

@@ -14,7 +14,8 @@ import torch
 
 import tiny_openfold_v2 as tof
 from tests.proteins.folds_at_hand import SEQUENCE, a_fold, certain
-from tests.support import PATIENCE, ROOT, require_shared, save_model
+from tests.proteins.structures import CODES, atom, write_model
+from tests.support import PATIENCE, ROOT, code_of, require_shared, save_model
 from tiny_openfold.proteins import (
     files,
     fold_pictures,
@@ -48,15 +49,11 @@ def setup(tmp_path, monkeypatch):
 
 
 def run(*argv):
-    try:
-        return tof.main(["--fold", *map(str, argv), "--resume", "m.pt", "--device", "cpu"])
-    except SystemExit as error:
-        return error.code
+    return code_of(tof.main, "--fold", *argv, "--resume", "m.pt", "--device", "cpu")
 
 
 def write_truth(path):
     """x.pdb, with a residue left out."""
-    from tests.proteins.structures import CODES, atom, write_model
     lines = [atom(name, CODES[SEQUENCE[number]], "A", number + 5, xyz)
              for number, residue in enumerate(a_fold().tolist()) if number != 3
              for name, xyz in zip(("N", "CA", "C", "O", "CB"), residue, strict=True)
@@ -81,9 +78,7 @@ def test_a_run_with_a_structure(setup, capsys):
                                           a_fold()[known, 1].numpy())
     assert result["scores"] == pytest.approx(expected, abs=2e-3) and expected["lddt_ca"] > 0.8
     assert result["scores"]["residues_compared"] == 23 and "TM-score" in out
-    assert (result["mode"], result["rows"], result["residues"]) == ("fold", 2, 24)
-    assert set(result["seconds"]) == {"model", "folding"} and all(s > 0 for s in result["seconds"].values())
-    assert result["other_hand"] > 0.2
+    assert result["mode"] == "fold" and result["other_hand"] > 0.2
     assert result["longest_peptide_bond"] < 1.4 and result["worst_overlap"] < 0.5
     assert result["plddt"] == pytest.approx(np.mean(result["plddt_by_residue"]), abs=0.01)
     assert result["plddt_calibrated_on"] is None and "not measured" in out

@@ -27,18 +27,6 @@ def test_natural_alignments_covary_where_residues_touch():
     assert torch.equal(few, alignments(0, 5, 1)) and not torch.equal(few, alignments(1, 5, 1))
 
 
-def test_couplings_lie_on_contacts_and_are_symmetric():
-    coords = torch.from_numpy(folds.Folds(0, 24).piece(np.random.default_rng(0)))[None]
-    distances = torch.cdist(coords, coords)
-    matrix = natural.couplings(natural.Draw(torch.Generator().manual_seed(0)), distances)[0]
-    assert torch.equal(matrix, matrix.T)
-    tables = matrix.unflatten(0, (24, 20)).unflatten(2, (24, 20)).transpose(1, 2)  # (S, S, A, A)
-    strong = tables.abs().amax((2, 3)) > 0
-    assert not (strong & (distances[0] >= natural.FAR)).any() and not strong.diagonal().any()
-    assert strong.sum() > 0.3 * (distances[0] < natural.NEAR).fill_diagonal_(False).sum()
-    assert tables.sum(2).abs().max() < 1e-4 and tables.sum(3).abs().max() < 1e-4
-
-
 @pytest.mark.gpu
 def test_the_world_in_a_cuda_graph_follows_its_seed():
     coords = torch.randn(2, 32, 3).cumsum(1) * 3

@@ -22,8 +22,7 @@ from tiny_openfold.proteins.options import TrainingConfig
     (dict(data="d", save_best="b"), "save_best = 'b': needs --validate-fraction"),
     (dict(data="d", msa="x", structure="x"), "msa = 'x': allowed without --data only"),
     (dict(data="d", synthetic_world="natural"), "synthetic_world = 'natural': not with real proteins"),
-    (dict(real_folds="f"), "real_folds = 'f': needs --synthetic-world natural"),
-    (dict(init_from="a", resume="b"), "init_from = 'a': allowed without --resume only")])
+    (dict(real_folds="f"), "real_folds = 'f': needs --synthetic-world natural")])
 def test_what_does_not_go_together(values, words):
     with pytest.raises(ValueError) as caught:
         TrainingConfig(**values)

@@ -12,6 +12,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model
+from tests.proteins import structures
 from tests.support import require_shared, save_model
 from tiny_openfold.proteins import files, prediction, relatives
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, UNKNOWN
@@ -204,11 +205,9 @@ def test_a_relative_and_what_was_not_tested_are_said(setup, tmp_path, capsys):
 def test_a_tuned_model_knows_the_relatives_of_both_trainings(setup, tmp_path, capsys):
     """Those that its first model was trained on, and its own under any file name; so does a resumed run."""
     pytest.importorskip("gemmi")
-    from tests.proteins.structures import model as pdb_lines
-    from tests.proteins.structures import write_model
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "own.a3m").write_text(f">q\n{MYOGLOBIN}\n")
-    write_model(tmp_path / "mine" / "own.pdb", *pdb_lines(MYOGLOBIN))
+    structures.write_model(tmp_path / "mine" / "own.pdb", *structures.model(MYOGLOBIN))
     sizes = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     usual = [*sizes, "--data", "mine", "--seq-len", "16", "--num-seqs", "1", "--batch-size", "1",
              "--warmup-steps", "0", "--device", "cpu", "--save-checkpoint", "tuned.pt"]

@@ -11,7 +11,7 @@ import pytest
 
 from fusion_lab.study import command
 from fusion_lab.training import files
-from tests.support import PATIENCE, ROOT, gone, wait_for
+from tests.support import PATIENCE, ROOT, code_of, gone, wait_for
 
 FAKE = str(pathlib.Path(__file__).with_name("fake_program.py"))
 SMALL = ["--program", FAKE, "--batch-sizes", "2", "--widths", "16 32", "--num-runs", "2", "--no-plots"]
@@ -251,10 +251,7 @@ def test_figures_are_written_before_pictures_can_fail(fake, monkeypatch, capsys)
     (["--", "--save-checkpoint", "x"], "belongs to training"), (["--", "--frobnicate"], "--frobnicate")])
 def test_wrong_use(flags, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    try:
-        code = command.main(["--program", FAKE, *flags])
-    except SystemExit as error:
-        code = error.code
+    code = code_of(command.main, "--program", FAKE, *flags)
     error = capsys.readouterr().err
     assert code == (files.NO_GPU if "cuda" in words else files.USAGE), error
     assert words in error and error.count("\n") == 1 and not os.listdir(tmp_path)
