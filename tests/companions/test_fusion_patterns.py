@@ -4,9 +4,8 @@ import json
 import pytest
 import torch
 
+import companions.fusion_patterns as lab
 from tests.support import run_program
-
-lab = pytest.importorskip("companions.fusion_patterns", reason="this companion was deleted")
 
 CPU = torch.device("cpu")
 TARGETS = ("sm_90", "gfx90a", "gfx942", "gfx950")

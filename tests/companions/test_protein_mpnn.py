@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from companions import backbones
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import saved_activations
 from fusion_lab.measuring.flops import flops_by_sublayer
@@ -16,7 +17,6 @@ from fusion_lab.training.program import load_program
 from tests.support import ROOT, require_shared
 from tiny_openfold.proteins.files import AMINO_ACIDS
 
-backbones = pytest.importorskip("companions.backbones", reason="this companion was deleted")
 FILE = ROOT / "companions" / "protein_mpnn.py"
 PROGRAM = load_program(FILE)
 mpnn = __import__("protein_mpnn")

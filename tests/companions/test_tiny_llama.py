@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import ROOT, require_shared
-
-pytest.importorskip("companions.kernels", reason="this companion was deleted")
 from companions import text, ultra_block
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.measuring import accuracy
@@ -20,10 +17,9 @@ from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import process_settings
 from fusion_lab.training.program import load_program
+from tests.support import ROOT, require_shared
 
 FILE = ROOT / "companions" / "tiny_llama.py"
-if not FILE.exists():
-    pytest.skip("this companion was deleted", allow_module_level=True)
 PROGRAM = load_program(FILE)
 llama = __import__("tiny_llama")
 

@@ -219,11 +219,11 @@ def read(path):
         with np.load(path, allow_pickle=False) as file:
             offset, xyz, index, near = (file[key] for key in ("offset", "xyz", "index", "near_families"))
             offset, near = offset.astype(np.int64), near.astype(bool)
-        whole = (xyz.shape == (len(index), 5, 3) and index.ndim == 1 and offset.shape == (len(near) + 1,)
-                 and offset[0] == 0 and offset[-1] == len(xyz) and (np.diff(offset) >= 2).all())
+        if not (xyz.shape == (len(index), 5, 3) and index.ndim == 1 and offset.shape == (len(near) + 1,)
+                and offset[0] == 0 and offset[-1] == len(xyz) and (np.diff(offset) >= 2).all()
+                and (xyz[:, [N, CA, C, CB]] != MISSING).all()):
+            raise ValueError("its arrays are not those that docs/proteins.md describes")
     except Exception as error:  # a damaged or foreign file raises whatever its first bad byte leads to
         reason = " ".join(str(error).split())[:100] or "no content"
         raise UserError(f"--real-folds {path}: not an NPZ file of chains: {reason}") from None
-    if not whole or (xyz[:, [N, CA, C, CB]] == MISSING).any():
-        raise UserError(f"--real-folds {path}: its arrays are not those that docs/proteins.md describes")
     return offset, xyz, index, near

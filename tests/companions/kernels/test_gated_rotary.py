@@ -3,10 +3,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.rule import in_dtypes, violations
-
-pytest.importorskip("companions.kernels", reason="this companion was deleted")
 from companions.kernels import gated_rotary
+from tests.kernels.rule import in_dtypes, violations
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.slow, pytest.mark.full]
 

@@ -2,11 +2,9 @@
 import pytest
 import torch
 
-from tests.kernels.rule import in_dtypes, violations
-
-pytest.importorskip("companions.kernels", reason="this companion was deleted")
 from companions import fusion_patterns as plain
 from companions.kernels import patterns
+from tests.kernels.rule import in_dtypes, violations
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 

@@ -6,18 +6,14 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.kernels.rule import violations
-from tests.support import ROOT
-
-pytest.importorskip("companions.kernels", reason="this companion was deleted")
 from companions import ultra_block as ultra
 from fusion_lab.training.program import load_program
+from tests.kernels.rule import violations
+from tests.support import ROOT
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
 
 FILE = ROOT / "companions" / "tiny_llama.py"
-if not FILE.exists():
-    pytest.skip("this companion was deleted", allow_module_level=True)
 PROGRAM = load_program(FILE)
 llama = sys.modules["tiny_llama"]
 
