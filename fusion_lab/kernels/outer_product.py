@@ -58,7 +58,7 @@ from fusion_lab.kernels.reductions import sums
 def store_row_sums(partial_sums, at, row_inside, k, K, a_stride_k, scale, BM: tl.constexpr, BK: tl.constexpr):
     """partial_sums (K,) = scale times the sum of BM rows of a, but those beyond the last. at: pointers of
     their first BK numbers, (BM, BK). A loop of its own: in that of the product Triton would overwrite tiles
-    too early (tests/kernels/triton_targets.py: overwritten())."""
+    too early (tests/kernels/test_ahead_of_time.py: overwritten())."""
     for k0 in range(0, K, BK):
         there = row_inside[:, None] & (k < K - k0)[None, :]
         a_tile = tl.load(at, mask=there, other=0.0)  # (BM, BK)

@@ -1,4 +1,5 @@
 """One launch or more of every kernel, by its name: for compilation alone, so that nothing is computed."""
+from functools import partial
 from unittest import mock
 
 import torch
@@ -6,21 +7,20 @@ import torch
 from fusion_lab.kernels import adamw, tuner
 from fusion_lab.kernels.attention import bias_gradient, call
 from fusion_lab.kernels.reductions import sums, weight_gradients
+from fusion_lab.kernels.triangle_multiplication import products
 from tests.kernels import problems
 from tests.support import ROOT
 
 if COMPANIONS := (ROOT / "companions").exists():  # they may go
-    from companions.kernels import gated_rotary, messages, ultra_block
+    from companions.kernels import ultra_block
+    from tests.companions.kernels import test_gated_rotary as gated
+    from tests.companions.kernels import test_messages as messages
 
 
-def empty(*size):
-    return torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
-
-
-def run(problem, *sizes, **options):
+def run(problem, *sizes, dtype=torch.bfloat16, **options):
     """Forward and backward of a problem."""
     tuner.forget()  # Calls hold compiled kernels
-    ours, _, tensors = problem(torch.bfloat16, *sizes, **options)
+    ours, _, tensors = problem(dtype, *sizes, **options)
     ours(*(t.requires_grad_() for t in tensors)).sum().backward()
 
 
@@ -35,6 +35,12 @@ def multiplication(channels, length):
     """Triangle multiplication added to the pair, with mask and dropout; of whole tiles or not; recomputed."""
     for recompute in (False, True):
         run(problems.multiplication, 1, length, channels, True, 2, True, 1, True, recompute=recompute)
+
+
+def short_products(side, outgoing):
+    """Those of triangle multiplication, and of its backward pass."""
+    sides = torch.empty(96, 1, side, side, dtype=torch.bfloat16)
+    products.multiply_backward(sides, products.multiply(sides, outgoing), outgoing)
 
 
 def many_weights(positions, widths):
@@ -55,24 +61,6 @@ def bias_sums(n, length, dtype):
     for transpose in (False, True):
         partial_sums = torch.empty(n, 1, 4, LP, LP, dtype=dtype)
         bias_gradient.launch(partial_sums, (1, 4, length, length), torch.bfloat16, transpose)
-
-
-def neighbours(channels, count, nodes=100):
-    """Messages from so many neighbours."""
-    c, index = channels, torch.zeros(nodes, count, dtype=torch.int64)
-    edges = messages.first_layer(empty(nodes, c), empty(nodes, count, c), empty(2 * nodes, c), index,
-                                 messages.incoming(index, 2 * nodes))
-    edges = messages.biased_gelu(edges, empty(c))
-    messages.sum_over_neighbours(edges, empty(c), torch.ones(index.shape)).sum().backward()
-
-
-def gated_and_turned(channels, heads, kv_heads, width, dtype=torch.bfloat16):
-    """What stands between a LLaMA block's projections."""
-    packed = torch.empty(64, 2 * channels, dtype=dtype, requires_grad=True)
-    gated_rotary.swiglu(packed).sum().backward()
-    packed = torch.empty(2, 32, (heads + 2 * kv_heads) * width, dtype=dtype, requires_grad=True)
-    q, k, v = gated_rotary.rotary(packed, torch.empty(2, 32, width // 2), heads, kv_heads)
-    (q.sum() + k.sum() + v.sum()).backward()
 
 
 def block(hidden, length):
@@ -110,8 +98,7 @@ LAUNCHES = {
     **{f"attention from Python, S {S}": (run, problems.attention_from_python, S, masked, 1, 3, 4, 32)
        for S, masked in ((64, True), (77, False))},
     **{f"multiplication, c {c}, S {S}": (multiplication, c, S) for c in (64, 128, 256) for S in (64, 70)},
-    **{f"short products, side {side}, outgoing {outgoing}": (
-        run, problems.short_products, 48, side, outgoing)
+    **{f"short products, side {side}, outgoing {outgoing}": (short_products, side, outgoing)
        for side in (16, 48, 64) for outgoing in (True, False)},
     **{f"attention sub-layer, c {c}": (run, problems.sub_layer, 1, 64, 64, c, 4, 2, "own", False, True, 1)
        for c in (64, 128)},
@@ -145,10 +132,14 @@ LAUNCHES = {
 if COMPANIONS:
     LAUNCHES.update({
         "LLaMA block, c 512": (block, 512, 256),
-        **{f"messages, c {c}": (neighbours, c, 48) for c in (16, 128, 256)},
-        "LLaMA's elements, c 1024": (gated_and_turned, 4096, 16, 8, 64),
-        "LLaMA's elements, odd": (gated_and_turned, 77, 3, 1, 6),
-        "LLaMA's elements, float32": (gated_and_turned, 4096, 8, 2, 128, torch.float32)})
+        **{f"messages, {function}, c {c}": (run, messages.problem, function, 100, 48, 200, c)
+           for function in ("first", "gelu", "sum") for c in (16, 128, 256)},
+        **{f"LLaMA's elements, {dtype}, {case}": (partial(run, dtype=dtype), gated.problem, *case)
+           for dtype, cases in {
+               torch.bfloat16: (("swiglu", (64,), 4096), ("rotary", 2, 32, 16, 8, 64),
+                                ("swiglu", (64,), 77), ("rotary", 2, 32, 3, 1, 6)),
+               torch.float32: (("swiglu", (64,), 4096), ("rotary", 2, 32, 8, 2, 128))}.items()
+           for case in cases}})
 WITHOUT_PRODUCTS = (
     "sum_kernel", "sums_kernel", "attention_bias_gradient_kernel", "attention_padded_bias_kernel",
     "attention_gate_backward", "attention_key_bias_kernel", "attention_one_key_kernel", "message_", "adamw_",

@@ -15,7 +15,6 @@ from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.attention.layer import Weights, attention_layer
 from fusion_lab.kernels.triangle_multiplication import drop_in as multiplication_drop_in
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
-from fusion_lab.kernels.triangle_multiplication import products
 from tests.kernels import references
 
 
@@ -183,30 +182,6 @@ def multiplication_from_python(dtype, S, c=16, direction="outgoing", masked=True
     return ours, plain, tensors
 
 
-def short_products(dtype, matrices, length, outgoing):
-    """Of matrices with zeros beyond their length, which all results must have, too."""
-    torch.manual_seed(0)
-    side = -(-length // 16) * 16
-    inside = torch.zeros(side, side, dtype=dtype)
-    inside[:length, :length] = 1
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, left, right):
-            sides = torch.cat([left, right])[:, None]
-            ctx.save_for_backward(sides)
-            return products.multiply(sides, outgoing)[:, 0]
-
-        @staticmethod
-        def backward(ctx, gradient):
-            found = products.multiply_backward(*ctx.saved_tensors, (gradient * inside)[:, None], outgoing)
-            return tuple(found[:, 0].chunk(2))
-
-    def plain(left, right):
-        return products.reference(left, right, outgoing) * inside
-    return Product.apply, plain, [t * inside for t in drawn(dtype, *[(matrices, side, side)] * 2, scale=1)]
-
-
 FAMILIES = {  # the function of a problem, {name: what it is given behind the dtype}
     "attention": (attention, {  # B, X, Y, H, D, axis, bias, keys, packed
         "short": (2, 5, 13, 2, 16, 2, True, True, True),
@@ -276,9 +251,6 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
         "whole tiles, but not of lines": (1, 48, 16, False, 3, True, 1, True)}),
     "multiplication from Python": (multiplication_from_python, {  # S, c, direction, masked
         "outgoing": (5,), "incoming": (5, 16, "incoming"), "no mask": (5, 16, "incoming", False)}),
-    "short products": (short_products, {  # matrices, S, outgoing
-        "outgoing, odd": (32, 13, True), "outgoing": (16, 64, True), "incoming": (16, 64, False),
-        "incoming, odd": (32, 33, False), "outgoing, long": (2, 65, True), "incoming, long": (2, 65, False)}),
 }
 
 

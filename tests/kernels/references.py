@@ -67,7 +67,3 @@ def two_layers(x, w1, b1, w2, b2):
 
 def transition_layer(x, norm_weight, norm_bias, w1, b1, w2, b2, eps=1e-5):
     return x + two_layers(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), w1, b1, w2, b2)
-
-
-def weight_gradients(lefts, rights):
-    return torch.cat([(left.t() @ right).flatten() for left, right in zip(lefts, rights, strict=True)])

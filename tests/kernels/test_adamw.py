@@ -7,6 +7,7 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import adamw
+from fusion_lab.kernels.precision import HALF
 from fusion_lab.training import checkpoints, recipe
 from fusion_lab.training.master_weights import KernelMasters, MasterWeights
 from tiny_openfold.proteins.batches import SyntheticProteins
@@ -135,70 +136,6 @@ def test_a_norm_that_is_no_number_is_seen_in_the_weights(norm):
 # --- Master weights, scalers, checkpoints ---------------------------------------------------------------
 
 
-def run(dtype, steps, spoilt=None, scaled=True):
-    """(masters of the kernel, torch's), their optimizers and norms, after steps as a Trainer makes them; the
-    gradient of step `spoilt` is infinite. After each step the optimizers exchange their states."""
-    sides = []
-    for kind in (partial(KernelMasters, wide=scaled), MasterWeights):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
-        masters = kind(model, dtype)
-        sides.append(SimpleNamespace(
-            model=model, masters=masters, norms=[],
-            scaler=torch.amp.GradScaler("cpu", 2.0 ** 8, enabled=scaled),
-            optimizer=recipe.optimizer(masters, SimpleNamespace(learning_rate=0.1, weight_decay=0.1), False)))
-    torch.manual_seed(1)
-    for number in range(steps):
-        x = torch.randn(4, 7).to(dtype) * (float("inf") if number == spoilt else 1)
-        for side in sides:
-            side.scaler.scale(side.model(x).square().mean()).backward()
-            side.masters.take_gradients()
-            side.scaler.unscale_(side.optimizer)
-            side.norms.append(side.masters.clip(0.5).item())
-            side.scaler.step(side.optimizer)
-            side.scaler.update()
-            side.optimizer.zero_grad()
-            side.masters.after_step()
-            assert side.masters.flat.grad is None and getattr(side.masters, "gradient", None) is None
-            assert all(p.grad is None for p in side.model.parameters())
-        states = [side.optimizer.state_dict() for side in sides]
-        for side, state in zip(sides, reversed(states), strict=True):
-            side.optimizer.load_state_dict(state)
-        for side in sides:  # or roundings of products would set them apart
-            side.masters.flat.copy_(sides[1].masters.flat)
-            side.masters.publish()
-    return sides
-
-
-def alike(sides):
-    for kind in ("step", "exp_avg", "exp_avg_sq"):
-        first, second = (side.optimizer.state[side.masters.flat][kind] for side in sides)
-        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-9)
-    assert sides[0].norms == pytest.approx(sides[1].norms, nan_ok=True)
-
-
-@pytest.mark.parametrize("dtype, scaled", [(torch.bfloat16, False), (torch.bfloat16, True),
-                                           (torch.float16, True)])
-def test_states_go_from_torch_s_optimizer_to_this_one_and_back(dtype, scaled):
-    sides = run(dtype, 6, scaled=scaled)
-    alike(sides)
-    groups = [side.optimizer.state_dict()["param_groups"] for side in sides]
-    assert groups[0] == groups[1] and sides[0].optimizer.state[sides[0].masters.flat]["step"] == 6
-
-
-@pytest.mark.parametrize("spoilt", [0, 2])
-def test_a_step_with_an_infinite_gradient_changes_nothing_but_the_scale(spoilt):
-    before, after = (run(torch.float16, steps, spoilt) for steps in (spoilt, spoilt + 1))
-    alike(after)
-    for earlier, later in zip(before, after, strict=True):
-        assert torch.equal(earlier.masters.flat, later.masters.flat)
-        assert torch.equal(later.masters.low, later.masters.flat.half())
-        state = later.optimizer.state[later.masters.flat]
-        assert state["step"] == spoilt and state["exp_avg"].isfinite().all()
-        assert later.scaler.get_scale() == 2.0 ** 7
-    alike(run(torch.float16, spoilt + 3, spoilt))
-
-
 def trainer_of(kernel, monkeypatch, **values):
     """In float16: the interpreter cuts numbers off where it makes bfloat16 of them."""
     kind = partial(KernelMasters, wide=True) if kernel else MasterWeights
@@ -208,6 +145,38 @@ def trainer_of(kernel, monkeypatch, **values):
             num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
             seq_len=8, batch_size=1, use_amp=True, amp_dtype="float16", enable_master_weights=True,
             dropout=0.0, device="cpu", lr_warmup_steps=2, num_steps=9, **values), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_masters_without_a_scaler_step_as_torch_s_do(dtype):
+    found, usual = [], SimpleNamespace(learning_rate=0.1, weight_decay=0.1)
+    for kind in (partial(KernelMasters, wide=False), MasterWeights):
+        torch.manual_seed(0)
+        masters = kind(torch.nn.Linear(7, 5), dtype)
+        optimizer = recipe.optimizer(masters, usual, False)
+        for p in masters.parameters.values():
+            p.grad = torch.randn(p.shape).to(dtype)
+        masters.take_gradients()
+        norm = masters.clip(0.5).clone()
+        optimizer.step()
+        found.append(dict(optimizer.state[masters.flat], flat=masters.flat, norm=norm))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-9)
+
+
+def test_a_step_with_an_infinite_gradient_changes_nothing_but_the_scale(monkeypatch):
+    """Though it is the first."""
+    trainer = trainer_of(True, monkeypatch)
+    batch, weights, scale = SyntheticProteins(trainer.settings).batch(0), trainer.weights, 2.0 ** 16
+    before = weights.flat.clone()
+    hook = trainer.model.distogram_head.weight.register_hook(lambda gradient: gradient * float("inf"))
+    for steps in (0, 1):
+        trainer.step(batch)
+        state = trainer.optimizer.state[weights.flat]
+        assert trainer.scaler.get_scale() == scale / 2 and state["step"] == steps
+        assert torch.equal(weights.flat, before) == (not steps)
+        assert torch.equal(weights.low, weights.flat.half()) and state["exp_avg"].any() == bool(steps)
+        assert weights.gradient is weights.flat.grad is None  # memory that a step gives back
+        hook.remove()
 
 
 @pytest.mark.parametrize("kernel", [False, True])

@@ -73,7 +73,6 @@ def test_what_is_right_is_taken_and_float64_refused(name):
 
 
 REFUSED = [  # a call, sizes that are wrong, how the line begins
-    ("attention", dict(bias=(1, 2, 5, 5)), "bias is (1, 2, 5, 5), but must be (2, 2, 5, 5)"),
     ("attention", dict(bias=(2, 1, 5, 5)), "bias is (2, 1, 5, 5), but must be (2, 2, 5, 5)"),
     ("attention", dict(key_mask=(2, 4)), "key_mask is (2, 4), but must be (2, 5)"),
     ("attention", dict.fromkeys("qkv", (2, 3, 2, 5, 256)), "no Triton attention for heads of 256 channels"),

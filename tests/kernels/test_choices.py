@@ -61,15 +61,10 @@ AMD_ROWS = dict(rows=ROWS, columns=(64, 32, False))
 
 @pytest.mark.parametrize("arch, requested, kernels, on_gpu, given, words", [
     ("", "auto", False, False, dict(rows=ROWS, columns=COLUMNS), "math on CPU; columns: sdpa: flash on CPU"),
-    ("", "math", False, False, dict(rows=ROWS, columns=COLUMNS), "math on CPU"),
-    ("", "auto", False, True, dict(rows=ROWS, columns=COLUMNS), "flex_attention"),
-    ("", "sdpa", False, True, dict(rows=ROWS, columns=COLUMNS), "sdpa"),
     ("", "auto", True, True, dict(rows=ROWS, columns=COLUMNS), "triton_attention"),
     ("", "auto", True, True, dict(rows=(64, 129, True)), "sdpa"),
     ("", "auto", True, True, dict(rows=ROWS, dtype=torch.float32), "math"),
-    ("gfx942", "auto", False, True, AMD_ROWS, "flex_attention; columns: sdpa; gfx942: CDNA, not measured"),
-    ("gfx1100", "auto", False, True, AMD_ROWS,
-     "sdpa; gfx1100: not CDNA, so no FlexAttention, not measured")])
+    ("gfx942", "auto", False, True, AMD_ROWS, "flex_attention; columns: sdpa; gfx942: CDNA, not measured")])
 def test_what_the_start_up_line_calls_it(arch, requested, kernels, on_gpu, given, words, monkeypatch):
     monkeypatch.setattr(attention_choice, "HAS_TRITON", True)
     monkeypatch.setattr(attention_choice, "architecture", lambda on_gpu: arch)

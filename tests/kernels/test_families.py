@@ -16,7 +16,6 @@ from tests.kernels.rule import equal, gradients, in_dtypes, saved_bytes, violati
 
 pytestmark = pytest.mark.interpreted
 
-FUNCTIONS = [name for name in FAMILIES if name != "short products"]
 MOST_TILES = 12  # the longest list of candidates; shorter ones begin again
 LARGER = [  # cases that tiles of several sizes divide, and others
     ("attention", "two whole tiles"), ("attention from Python", "long"), ("sub-layer", "whole tiles"),
@@ -24,8 +23,7 @@ LARGER = [  # cases that tiles of several sizes divide, and others
     ("outer product", "whole tiles, few rows"), ("outer product", "many rows"), ("sides", "several tiles"),
     ("two layers", "several shares"), ("transition", "whole tiles"),
     ("transition", "several tiles a program, odd"),
-    ("two layers", "wide, 192 units"), ("two layers", "wide, 256 units"), ("multiplication", "a whole tile"),
-    ("short products", "outgoing, odd")]
+    ("two layers", "wide, 192 units"), ("two layers", "wide, 256 units"), ("multiplication", "a whole tile")]
 
 
 def tiles_of(number):
@@ -97,7 +95,7 @@ def turned(t):
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", [pytest.param(name, marks=[pytest.mark.sample] * (name == "transition"))
-                                    for name in FUNCTIONS])
+                                    for name in FAMILIES])
 def test_the_same_bits_however_tensors_lie(family):
     """Attention of packed tensors refuses what it would misread (test_arguments.py)."""
     ours, _, tensors = made(family, torch.float32, first(family))
@@ -107,7 +105,7 @@ def test_the_same_bits_however_tensors_lie(family):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", FUNCTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_bits_compiled_with_a_checkpoint_and_without_gradients(family):
     ours, _, tensors = made(family, torch.float32, first(family))
     expected = gradients(ours, tensors)
@@ -152,7 +150,7 @@ def test_a_call_that_was_kept_gives_the_bits_of_a_new_one(family, Call):
 
 @pytest.mark.full
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", [name for name in FUNCTIONS if name != "attention"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "attention"])
 def test_autocast_rounds_products_and_not_what_they_are_added_to(family, low):
     """Gradients have the dtypes of what they belong to."""
     ours, plain, tensors = made(family, torch.float32, first(family))
@@ -167,7 +165,7 @@ def test_autocast_rounds_products_and_not_what_they_are_added_to(family, low):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", FUNCTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_there_are_no_second_derivatives(family):
     ours, _, (x, *others) = made(family, torch.bfloat16, first(family))
     gradient, = torch.autograd.grad(ours(x.requires_grad_(), *others).square().sum(), x, create_graph=True)
@@ -198,7 +196,7 @@ def gathered(left, right):
 
 
 @pytest.mark.parametrize("family, case", [
-    *((family, first(family)) for family in FUNCTIONS), ("attention", "columns, no mask"),
+    *((family, first(family)) for family in FAMILIES), ("attention", "columns, no mask"),
     ("attention", "two whole tiles"), ("sub-layer", "columns, no mask, update alone"),
     ("outer product", "one position, one row"), ("multiplication", "update alone"), ("gathered", "")])
 def test_operators_keep_to_their_schemas_and_look_the_same_on_fake_tensors(family, case):

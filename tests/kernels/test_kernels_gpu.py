@@ -85,8 +85,8 @@ EVERY_TILE = {  # kernels of candidates: (how many, problems)
         (problems.transition_layer, ((2, 37, 64, 64), 256)),
         (problems.outer_first, (2, 37, 65, 32, 128, True, 0.1, True))]),
     "products": (len(products.CANDIDATES), [
-        (problems.short_products, (512, length, outgoing)) for length in (1, 23, 48, 64)
-        for outgoing in (True, False)]),
+        (problems.multiplication, (32, length, 16, outgoing, 2, True, None, True))
+        for length in (1, 23, 48, 64) for outgoing in (True, False)]),
     "attention": (9, [(problems.attention, LONG), (problems.attention, (1, 70, 200, *LONG[3:])),
                       (problems.attention, (2, 70, 64, *LONG[3:])),
                       (problems.sub_layer, (2, 64, 64, 128, 4, 1, "own", True, True, 2))]),

@@ -11,12 +11,8 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from fusion_lab.kernels import limits
-from fusion_lab.kernels.attention import layer as attention_layer
 from fusion_lab.kernels.attention import operator as attention
 from fusion_lab.kernels.patches import patch, projects, triangle
-from fusion_lab.kernels.triangle_multiplication import drop_in
-from fusion_lab.kernels.triangle_multiplication import operator as multiplication
-from tests.kernels import references
 from tests.kernels.patches import stand_ins
 from tests.kernels.rule import violations
 
@@ -129,37 +125,13 @@ def test_autocast_is_heard(name, on_gpu):
     assert torch.allclose(out * keep, own * keep, atol=0.06 * own.abs().max().item())
 
 
-def plain_update(x, direction, mask, norm, norm_bias, p_in, p_bias, g_in, g_bias, *others):
-    """triangle_multiplicative_update() by the reference of its operator."""
-    biases = None if p_bias is None else torch.cat([p_bias, g_bias])
-    *others, eps = others
-    weights = norm, norm_bias, torch.cat([p_in, g_in]), biases, *others
-    return multiplication.reference(x, weights, mask, direction == "outgoing", eps)
-
-
-@pytest.mark.parametrize("name, whole", [(name, whole) for name in LAYERS for whole in (False, True)
-                                         if not whole or "attention" in name or name.endswith("ing")])
-def test_exact_in_float64(name, whole, monkeypatch, on_gpu):
-    """By references in the kernels' places, which shows that each parameter takes its own."""
-    monkeypatch.setattr(attention, "gated_attention_from_python", references.gated_attention)
-    monkeypatch.setattr(attention_layer, "attention_layer", references.attention_layer)
-    monkeypatch.setattr(drop_in, "triangle_multiplicative_update", plain_update)
-    monkeypatch.setattr(triangle, "WHOLE_FROM", 0 if whole else S + 1)
-    ours, own, tensors = problem(name, CALLS["plainly"], torch.float64)
-    given = [t.requires_grad_() for t in tensors]
-    found, exact = ours(*given), own(*given)
-    weight = torch.randn_like(exact)
-    assert torch.allclose(found, exact, rtol=1e-12, atol=1e-12)
-    for a, b in zip(*(torch.autograd.grad((out * weight).sum(), given) for out in (found, exact)),
-                    strict=True):
-        assert torch.allclose(a, b, rtol=1e-11, atol=1e-11)
-
-
 @pytest.mark.interpreted
-def test_all_of_an_attention_layer_in_kernels(monkeypatch, on_gpu):
+@pytest.mark.parametrize("name", ["OpenFold, ending", pytest.param("OpenFold3 attention",
+                                                                   marks=pytest.mark.slow)])
+def test_all_of_an_attention_layer_in_kernels(name, monkeypatch, on_gpu):
     monkeypatch.setattr(triangle, "WHOLE_FROM", 0)
     monkeypatch.setattr(attention, "gated_attention_from_python", None)
-    assert not violations(*problem("OpenFold, ending", CALLS["plainly"]))
+    assert not violations(*problem(name, CALLS["plainly"]))
 
 
 @pytest.mark.interpreted

@@ -40,51 +40,43 @@ def test_saved_tensors_may_come_back_contiguous():
     assert equal(found, gradients(ours, tensors))
 
 
-def by_hand(x, direction, mask, norms, p_in, g_in, p_out, g_out):
+def by_hand(x, direction, mask, norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias,
+            norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias):
     """The definition, element by element of the sum."""
-    y = torch.nn.functional.layer_norm(x, x.shape[-1:], *norms[:2])
-    sides = (y @ p_in.T * (y @ g_in.T).sigmoid() * mask[..., None]).chunk(2, dim=-1)
+    y = torch.nn.functional.layer_norm(x, x.shape[-1:], norm_in_weight, norm_in_bias)
+    sides = (y @ p_in_weight.T + p_in_bias) * (y @ g_in_weight.T + g_in_bias).sigmoid() * mask[..., None]
+    left, right = sides.chunk(2, dim=-1)
     if direction == "incoming":
-        sides = [side.transpose(1, 2) for side in sides]
-    product = sum(sides[0][:, :, None, k] * sides[1][:, None, :, k] for k in range(x.shape[1]))
-    product = torch.nn.functional.layer_norm(product, x.shape[-1:], *norms[2:])
-    return product @ p_out.T * (y @ g_out.T).sigmoid()
+        left, right = left.transpose(1, 2), right.transpose(1, 2)
+    product = sum(left[:, :, None, k] * right[:, None, :, k] for k in range(x.shape[1]))
+    product = torch.nn.functional.layer_norm(product, x.shape[-1:], norm_out_weight, norm_out_bias)
+    return (product @ p_out_weight.T + p_out_bias) * (y @ g_out_weight.T + g_out_bias).sigmoid()
+
+
+SIZES = dict(norm_in=(16,), p_in=(32, 16), g_in=(32, 16), norm_out=(16,), p_out=(16, 16), g_out=(16, 16))
 
 
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 def test_the_names_of_cuequivariance(direction):
     torch.manual_seed(2)
     x, mask = torch.randn(2, 5, 5, 16), (torch.rand(2, 5, 5) > 0.3).float()
-    norms, matrices = torch.randn(4, 16), [torch.randn(rows, 16) / 4 for rows in (32, 32, 16, 16)]
-    names = "p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight"
-    products = dict(zip(names, matrices, strict=True))
-    given = dict(norm_in_weight=norms[0], norm_in_bias=norms[1], norm_out_weight=norms[2],
-                 norm_out_bias=norms[3], **products)
-    expected = by_hand(x, direction, mask, norms, *matrices)
+    given = {f"{name}_weight": torch.randn(size) / len(size) ** 2 for name, size in SIZES.items()}
+    given |= {f"{name}_bias": torch.randn(size[:1]) for name, size in SIZES.items()}
+    expected = by_hand(x, direction, mask, **given)
     assert torch.allclose(update(x, direction, mask, **given), expected, atol=1e-4)
     without_batch = update(x[1], direction, mask[1], **given)
     assert torch.allclose(without_batch, expected[1], atol=1e-4)
-    one, zero = torch.ones(16), torch.zeros(16)
-    expected = by_hand(x, direction, torch.ones(2, 5, 5), [one, zero, one, zero], *matrices)
-    assert torch.allclose(update(x, direction, None, **products), expected, atol=1e-4)
+    needed = {name: t for name, t in given.items() if t.dim() == 2}
+    usual = {name: torch.full_like(t, name.startswith("norm") and name.endswith("weight"))
+             for name, t in given.items() if name not in needed}
+    expected = by_hand(x, direction, torch.ones(2, 5, 5), **needed, **usual)
+    assert torch.allclose(update(x, direction, None, **needed), expected, atol=1e-4)
     for x_shape, mask_shape, match in (((2, 5, 5), (5, 4), "mask"), ((2, 5, 5), (4, 2, 5, 5), "mask"),
                                        ((1, 5, 5), (3, 5, 5), "mask"), ((2, 3, 5), (3, 5), "x is")):
         with pytest.raises(ValueError, match=match):
             update(torch.ones(*x_shape, 16), direction, torch.ones(mask_shape), **given)
     with pytest.raises(ValueError, match="p_in_weight is missing"):
         update(x)
-
-
-def test_biases_by_cuequivariances_names():
-    x, zero, identity = torch.zeros(1, 3, 3, 16), torch.zeros(16, 16), torch.eye(16)
-    p_in, right = torch.zeros(32), torch.arange(16.0)
-    p_in[:16], p_in[16:] = 2, right
-    out = update(x, p_in_weight=torch.zeros(32, 16), g_in_weight=torch.zeros(32, 16), p_in_bias=p_in,
-                 p_out_weight=identity, p_out_bias=torch.full((16,), 3.0), g_out_weight=zero,
-                 g_out_bias=torch.full((16,), 50.0))
-    product = 3 * (2 * 0.5) * (right * 0.5)  # three residues; gates of sigmoid(0)
-    expected = (product - product.mean()) / product.std(correction=0) + 3
-    assert torch.allclose(out, expected.expand_as(out), atol=1e-4)
 
 
 @pytest.mark.parametrize("B, S", [(0, 5), (1, 0)])
