@@ -6,7 +6,7 @@ import sys
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `python -I` leaves out
 from fusion_lab.training import files
 
-files.quiet(__name__)
+files.quiet(__name__, "torch", "numpy", "tqdm")
 
 import runpy
 

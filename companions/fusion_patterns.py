@@ -27,7 +27,7 @@ from types import SimpleNamespace
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from fusion_lab.training import files
 
-files.quiet(__name__)
+files.quiet(__name__, "torch")
 
 import torch
 import torch.nn.functional as F

@@ -180,10 +180,11 @@ def set_aside(path):
 # --- Signals ------------------------------------------------------------------------------------------------
 
 
-def quiet(name):
-    """The first call of a program, with its __name__: an older Python is refused, and Ctrl-C ends the program
-    with one line, wherever it is; loops that have something to save take a StopRequest. An ignored Ctrl-C
-    stays ignored, as shells have it for what runs in the background."""
+def quiet(name, *packages):
+    """The first call of a program, with its __name__ and the packages that it imports next: an older Python
+    or a missing package is refused, and Ctrl-C ends the program with one line, wherever it is; loops that
+    have something to save take a StopRequest. An ignored Ctrl-C stays ignored, as shells have it for what
+    runs in the background."""
     if sys.version_info < (3, 10):  # noqa: UP036  whoever has an older one is told
         print(f"error: Python 3.10 or newer is needed; {sys.executable} is older", file=sys.stderr)
         sys.exit(MISSING)
@@ -194,6 +195,7 @@ def quiet(name):
     except FileNotFoundError:
         print("error: the current directory is not there any more; change to another one", file=sys.stderr)
         sys.exit(USAGE)
+    require_packages(os.path.basename(sys.argv[0]), *packages)
     # torch 2.13 prints two lines each time its profiler starts; 5, the default, shows them, and hides errors.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

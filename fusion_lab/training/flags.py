@@ -40,6 +40,8 @@ def check_early(program, argv):
     parser = make_parser(program)
     arguments, settings, _ = parse(parser, program, argv)
     require_paths(parser, program, settings)
+    if arguments.compare_with_v1 and not os.path.exists(arguments.compare_with_v1):
+        parser.error(f"argument --compare-with-v1: {arguments.compare_with_v1}: no such file or directory")
     if arguments.variants is not None:
         make_variants(settings, arguments.variants, on_gpu=False)  # for its errors
     torchrun.place()
