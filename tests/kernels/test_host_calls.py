@@ -9,8 +9,8 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 import triton
 from triton.runtime import driver
 
-from fusion_lab.kernels import triangle_attention, triangle_multiplicative_update
 from fusion_lab.kernels.ahead_of_time import Absent
+from tests.kernels.problems import attention_from_python, multiplication_from_python
 
 launched = []
 
@@ -39,21 +39,6 @@ def no_gpu(monkeypatch):
     driver._active = before
 
 
-def attention(S):
-    q, k, v = torch.zeros(3, 1, S, 4, S, 16).bfloat16()
-    tensors = [t.requires_grad_() for t in (q, k, v, torch.zeros(1, 1, 4, S, S).bfloat16())]
-    mask = torch.ones(1, S, 1, 1, S, dtype=torch.bool)
-    return lambda: triangle_attention(*tensors, mask), tensors
-
-
-def multiplication(S, c=16):
-    sizes = dict(norm_in_weight=(c,), norm_in_bias=(c,), p_in_weight=(2 * c, c), g_in_weight=(2 * c, c),
-                 norm_out_weight=(c,), norm_out_bias=(c,), p_out_weight=(c, c), g_out_weight=(c, c))
-    weights = {name: torch.zeros(size).bfloat16().requires_grad_() for name, size in sizes.items()}
-    x, mask = torch.zeros(1, S, S, c).bfloat16().requires_grad_(), torch.ones(1, S, S)
-    return lambda: triangle_multiplicative_update(x, "outgoing", mask, **weights), [x, *weights.values()]
-
-
 def counted(step):
     """Calls of functions, Python's and C's, in step()."""
     found = []
@@ -68,22 +53,26 @@ def counted(step):
     return sum(found)
 
 
-CASES = {  # the function's call, its size; launches and at most so many calls: forward, forward and backward
-    "attention, short": (attention, 16, (3, 6), (90, 210)),
-    "attention": (attention, 130, (3, 9), (90, 250)),
-    "multiplication, short": (multiplication, 16, (3, 8), (145, 310)),
-    "multiplication": (multiplication, 70, (2, 6), (140, 300)),
+CASES = {  # a problem of this size; launches and at most so many calls: forward, forward and backward
+    "attention, short": (attention_from_python, 16, (3, 6), (90, 210)),
+    "attention": (attention_from_python, 130, (3, 9), (90, 250)),
+    "multiplication, short": (multiplication_from_python, 16, (3, 8), (161, 322)),
+    "multiplication": (multiplication_from_python, 70, (2, 6), (156, 312)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_second_call_does_little(name):
-    make, size, launches, most = CASES[name]
-    call, tensors = make(size)
-    gradient = torch.zeros_like(call())
+    problem, size, launches, most = CASES[name]
+    ours, _, tensors = problem(torch.bfloat16, size)
+    tensors = [t.requires_grad_() for t in tensors]
+    gradient = torch.zeros_like(ours(*tensors))
+
+    def call():
+        ours(*tensors)
 
     def both():
-        torch.autograd.grad(call(), tensors, gradient)
+        torch.autograd.grad(ours(*tensors), tensors, gradient)
     for step, number, limit in zip((call, both), launches, most, strict=True):
         step()
         launched.clear()

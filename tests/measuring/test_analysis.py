@@ -93,9 +93,10 @@ def test_a_gpu_is_timed_by_its_kernels(tmp_path):
     assert table["up", "forward"]["share"] == pytest.approx(30 / 104)
     assert [table["up", d]["launches"] for d in ("forward", "backward")] == [1, 1]
     assert found["unit"] == "kernel" and found["coverage"]["unattributed"] == pytest.approx(4 / 104)
-    assert [(e["kind"], e["calls"], e["share"]) for e in found["kernels"]] == [
-        ("matrix product", 2, pytest.approx(90 / 104)), ("elementwise", 1, pytest.approx(10 / 104)),
-        ("copy", 1, pytest.approx(4 / 104))]
+    assert [(e["name"], e["kind"], e["calls"], e["launches"], e["self_us"]) for e in found["kernels"]] == [
+        ("sm90_gemm", "matrix product", 2, 2, 90.0),
+        ("vectorized_elementwise_kernel", "elementwise", 1, 1, 10.0), ("Memcpy HtoD", "copy", 1, 0, 4.0)]
+    assert [e["share"] for e in found["kernels"]] == pytest.approx([90 / 104, 10 / 104, 4 / 104])
     assert (found["launch"]["verdict"], found["launch"]["busy_ms"]) == ("launch-bound", pytest.approx(0.099))
     assert "of the GPU time" in found["findings"][0] and "launch-bound: kernels run during 10%" in \
         found["findings"][2]

@@ -6,13 +6,7 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import probe as probe_module
-from fusion_lab.measuring.probe import (
-    Findings,
-    peak_megabytes,
-    probe,
-    unmeasured_memory,
-    warm_up,
-)
+from fusion_lab.measuring.probe import Findings, peak_megabytes, probe, unmeasured_memory, warm_up
 from tests.second_program import PROGRAM as SECOND
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
