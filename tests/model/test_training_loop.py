@@ -80,15 +80,6 @@ def test_an_overflow_in_float16_skips_the_step_and_halves_the_scale():
     assert torch.equal(trainer.model.distogram_head.weight, before)
 
 
-def test_a_trainer_passes_masks_on():
-    trainer = trainer_of()
-    tof.accuracy.shake(trainer.model)
-    batch = tof.PROGRAM.data(trainer.settings).check_batch()
-    found = [trainer.forward({key: value for key, value in batch.items() if key != left_out})["loss"].item()
-             for left_out in ("", "seq_mask", "row_mask")]
-    assert found[0] == trainer.model(**batch)["loss"].item() and len(set(found)) == 3
-
-
 def everything(trainer):
     state = trainer.optimizer.state_dict()["state"]
     tensors = [*trainer.weights.tensors, *trainer.model.parameters(), *trainer.average.tensors,

@@ -18,13 +18,9 @@ from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.comparison_table import compare_fusion
 from fusion_lab.measuring.variants import make_variants
 from tests.support import PATIENCE, ROOT, last_json, run_program
+from tests.tiny import CPU, TINY, flags_of
 
-CPU = torch.device("cpu")
-TINY = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1, num_seqs=6,
-            seq_len=16, batch_size=2, warmup_steps=1)
-FLAGS = [word for name, value in TINY.items() for word in ("--" + name.replace("_", "-"), str(value))]
-FLAGS += ["--device", "cpu"]
-SETTINGS = tof.PROGRAM.settings(**TINY, device="cpu")
+FLAGS, SETTINGS = flags_of(), tof.PROGRAM.settings(**TINY)
 
 
 def candidate_of(variant, **values):

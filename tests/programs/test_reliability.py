@@ -15,10 +15,10 @@ from fusion_lab.training.evaluations import Evaluation
 from tests.second_program import PROGRAM as SMALL_PROGRAM
 from tests.second_program import Numbers
 from tests.support import PATIENCE, ROOT, last_json, run_program
+from tests.tiny import flags_of
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
-SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
-         "--num-seqs 4 --seq-len 8 --batch-size 1 --warmup-steps 0 --num-steps 2 --device cpu").split()
+SMALL = flags_of(batch_size=1, warmup_steps=0, num_steps=2)
 
 
 def train(directory, *flags):
@@ -85,11 +85,6 @@ class Choosing(Numbers):
         return Evaluation("better and better", {}, score=trainer.step_number)
 
 
-class Worsening(Choosing):
-    def evaluate(self, trainer, stop):
-        return Evaluation("worse and worse", {}, score=-trainer.step_number)
-
-
 def train_chooser(directory, *flags, data=Choosing):
     """The small program, with evaluations that choose."""
     return tof.main([*"--width 4 --num-steps 2 --warmup-steps 0 --device cpu --profile-dir".split(),
@@ -135,20 +130,6 @@ def test_checkpoints_of_an_earlier_run_are_set_aside(tmp_path, capsys):
     for path, content in zip(paths, before, strict=True):
         old, = tmp_path.glob(f"{path.name}.old-*")
         assert old.name in out and old.read_bytes() == content != path.read_bytes()
-
-
-def test_the_best_weights_of_the_run_that_is_resumed_stay(tmp_path):
-    """Of another run they are set aside, as ever."""
-    more = "--eval-every", 1, "--save-checkpoint", tmp_path / "c.pt", "--save-best", tmp_path / "b.pt"
-    assert train_chooser(tmp_path, *more, data=Worsening) == 0
-    best = (tmp_path / "b.pt").read_bytes()
-    more += "--resume", tmp_path / "c.pt"
-    assert train_chooser(tmp_path, *more, "--num-steps", 3, data=Worsening) == 0
-    assert (tmp_path / "b.pt").read_bytes() == best and sorted(os.listdir(tmp_path)) == ["b.pt", "c.pt", "p"]
-    saved = torch.load(tmp_path / "b.pt")
-    torch.save(dict(saved, best=dict(saved["best"], score=-7)), tmp_path / "b.pt")
-    assert train_chooser(tmp_path, *more, "--num-steps", 4, data=Worsening) == 0
-    assert len(list(tmp_path.glob("b.pt.old-*"))) == 1
 
 
 def test_checkpoints_in_the_run_s_own_directory(tmp_path):

@@ -64,7 +64,11 @@ def test_the_best_weights_of_a_last_evaluation_are_known_when_the_run_goes_on(tm
     assert run(tmp_path / "r", "--num-steps", 7, *flags) == 0
     assert torch.load(tmp_path / "last.pt")["best"] == dict(score=0.95, step=7, since=0)
     assert run(tmp_path / "r", "--num-steps", 10, *flags, "--resume", tmp_path / "last.pt") == 0
-    assert torch.load(tmp_path / "best.pt")["step"] == 7
+    best = torch.load(tmp_path / "best.pt")
+    assert best["step"] == 7 and not list(tmp_path.glob("*.old-*"))
+    torch.save(dict(best, best=dict(best["best"], score=7)), tmp_path / "best.pt")  # those of another run
+    assert run(tmp_path / "r", "--num-steps", 12, *flags, "--resume", tmp_path / "last.pt") == 0
+    assert len(list(tmp_path.glob("best.pt.old-*"))) == 1
 
 
 def test_a_run_is_not_resumed_into_the_directory_of_another_one(tmp_path, capsys):
