@@ -305,7 +305,8 @@ def test_rows_of_tables_are_summed_and_differentiated():
 
 BROKEN = {  # what becomes of q, k, v, bias, key_mask and the backend, and of attention's result
     "no bias": lambda attend, q, k, v, bias, mask, how: attend(q, k, v, None, mask, how),
-    "no mask": lambda attend, q, k, v, bias, mask, how: attend(q, k, v, bias, None, how),
+    "no mask of residues": lambda attend, q, k, v, bias, mask, how: attend(
+        q, k, v, bias, None if bias is not None else mask, how),
     "no mask of rows": lambda attend, q, k, v, bias, mask, how: attend(  # keys of columns, which have no bias
         q, k, v, bias, None if bias is None else mask, how),
     "a gradient lost": lambda attend, q, k, v, bias, mask, how: attend(
