@@ -13,7 +13,6 @@ import torch
 
 from fusion_lab.measuring import clocks, contest
 from fusion_lab.training import files
-from fusion_lab.training.program import load_program
 from tests.support import ROOT, require_shared
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -98,14 +97,6 @@ def test_contenders_take_turns(monkeypatch):
     assert re.search(r"6000.00 \(6000.00, 6000.00\) +n/a", contest.table("float32", rows))
     with pytest.raises(files.UserError, match="--only nothing"):
         contest.measured(contenders, "nothing", {}, torch.device("cpu"), 3)
-
-
-def test_contenders_of_ours_are_those_that_run_unlike_the_ones_before():
-    """With an idle switch, opm-fusion, which the defaults have; graphs do nothing on a CPU."""
-    program, cpu = load_program(), torch.device("cpu")
-    found = contest.ours(program, program.settings(), cpu, None, dict(
-        baseline=None, fused=(), graph=("enable_cuda_graphs",), compiled=("enable_torch_compile",)))
-    assert list(found) == ["baseline", "fused", "compiled"]
 
 
 @pytest.mark.slow

@@ -177,4 +177,6 @@ def test_two_runs_never_mix_and_a_signal_finishes_the_step_and_saves(endless, tm
     assert done == last_json(out)["performance_summary"]["total_samples"] > 0
     assert f"Interrupted at step {done} of 100000\n" in out and "c.pt --num-steps 100000\n" in out
     assert sorted(os.listdir(tmp_path)) == ["c.pt", "free", "p"]  # no lock, no half a file
+    (tmp_path / "c.pt.lock").touch()  # as a kill leaves it
     assert train(tmp_path / "p", "--force", "--save-checkpoint", tmp_path / "c.pt") == 0
+    assert not (tmp_path / "c.pt.lock").exists()

@@ -12,7 +12,7 @@ import torch
 
 from fusion_lab.training import files
 from fusion_lab.training.files import UserError
-from tests.support import PATIENCE, ROOT
+from tests.support import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -185,31 +185,6 @@ def test_what_cannot_be_a_directory_is_refused_by_name(tmp_path):
     (tmp_path / "d").write_text("")
     with pytest.raises(UserError, match=f"-o {tmp_path / 'd'}: results go into a directory"):
         files.claim(tmp_path / "d", flag="-o")
-
-
-HOLDING = f"""
-import sys, time
-sys.path.insert(0, {str(ROOT)!r})
-from fusion_lab.training import files
-getattr(files, sys.argv[1])(sys.argv[2])
-print("held", flush=True)
-time.sleep({PATIENCE})
-"""
-
-
-@pytest.mark.parametrize("how", ["claim", "claim_file"])
-def test_what_another_process_writes_is_refused_until_that_ends(how, tmp_path):
-    path = tmp_path / "d"
-    with subprocess.Popen([sys.executable, "-c", HOLDING, how, path], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout.readline() == b"held\n"
-            with pytest.raises(UserError, match="another run"):
-                getattr(files, how)(path)
-        finally:
-            process.kill()
-    getattr(files, how)(path)
-    files.release()
-    assert sorted(p.name for p in tmp_path.iterdir()) == (["d"] if how == "claim" else [])
 
 
 def test_what_is_set_aside_never_replaces_anything(tmp_path):
