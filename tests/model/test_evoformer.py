@@ -377,11 +377,13 @@ def gpu_trainer(**values):
      dict(use_amp=True, amp_dtype="bfloat16", enable_master_weights=True)],
 )
 def test_graphed_steps_are_eager_steps(more):
-    losses = []
+    """From the first one on, which captures. Both mark three phases and move the average."""
+    losses, marks = [], []
     for graphs in (False, True):
-        trainer, batches = gpu_trainer(enable_cuda_graphs=graphs, **more)
-        losses.append([trainer.step(batch).item() for batch in batches])
-        assert (trainer.graph is not None) == graphs
+        trainer, batches = gpu_trainer(enable_cuda_graphs=graphs, ema_decay=0.5, **more)
+        losses.append([trainer.step(batch, lambda: marks.append(1)).item() for batch in batches])
+        assert (trainer.graph is not None) == graphs and trainer.average.steps == 6
+    assert len(marks) == 2 * 3 * 6
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2 if more else 1e-4)
     assert losses[0][0] > losses[0][-1] and len(set(losses[1])) == 6  # new data every step, and it learns
 

@@ -15,7 +15,7 @@ from fusion_lab.training.files import UserError
 from fusion_lab.training.master_weights import Weights
 from fusion_lab.training.program import Data
 from tests.support import last_json
-from tests.tiny import CPU, flags_of, trainer_of
+from tests.tiny import flags_of, trainer_of
 from tiny_openfold.proteins.batches import SyntheticProteins
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -210,23 +210,6 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
     with pytest.raises(UserError, match="model is not finite"):
         checkpoints.save(trainer, path)
     assert path.read_bytes() == before
-
-
-def test_a_graph_is_captured_once_and_marks_every_phase(monkeypatch):
-    trainer, events = trainer_of(ema_decay=0.5), []
-    trainer.use_graph, batch = True, SyntheticProteins(trainer.settings).batch(0)
-
-    def captured(run, inputs, device):
-        assert run == trainer.eager_step and inputs is batch and device == CPU
-        run(inputs)  # to be taken back
-        events.append("captured")
-        return lambda inputs: events.append("replayed") or torch.tensor(2.5)
-    monkeypatch.setattr(tof, "GraphedStep", captured)
-    before = [weight.detach().clone() for weight in trainer.weights.tensors]
-    for _ in range(2):
-        assert trainer.step(batch, lambda: events.append("mark")) == 2.5
-    assert events == ["captured", *2 * ["replayed", *3 * ["mark"]]] and trainer.average.steps == 2
-    assert all(map(torch.equal, before, trainer.weights.tensors))
 
 
 def test_a_cpu_captures_no_graph():
