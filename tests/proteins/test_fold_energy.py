@@ -42,6 +42,14 @@ def test_turning_and_moving_change_nothing_and_mirroring_does():
     assert mirrored["orientations"].item() > found["orientations"].item() + 5 * len(SEQUENCE)
 
 
+def test_a_batch_is_its_structures():
+    both = torch.stack([a_fold(), chain([(-120, 130)] * len(SEQUENCE))])
+    angles = oriented(a_fold())
+    found, alone = terms(both, angles=angles), [terms(atoms[None], angles=angles) for atoms in both]
+    for name, value in found.items():
+        assert value.tolist() == pytest.approx([one[name].item() for one in alone], abs=1e-6), name
+
+
 @pytest.mark.parametrize("name", ["distances", "orientations", "peptide", "plot", "clashes"])
 def test_gradients_are_those_of_finite_differences(name):
     generator = torch.Generator().manual_seed(0)

@@ -47,15 +47,6 @@ def test_forward_and_gradients(function, case, dtype):
     assert not violations(*problem(dtype, function, *CASES[case]))
 
 
-def test_one_neighbour_whose_stride_means_nothing():
-    """(N, 1, C) is contiguous whatever its second stride is."""
-    edges = torch.randn(1, 4, 16).transpose(0, 1)
-    own, table, index = torch.randn(4, 16), torch.randn(2, 16), torch.tensor([[0], [1], [1], [0]])
-    assert edges.is_contiguous() and edges.stride(1) == 64
-    found = messages.first_layer(own, edges, table, index, messages.incoming(index, 2))
-    torch.testing.assert_close(found, plain_first(own, edges, table, index))
-
-
 def test_the_normal_distribution_is_exact():
     """To float32's last digits; and to 2% far from 0, where its share vanishes."""
     x = torch.linspace(-9, 9, 301)[:, None].repeat(1, 16)

@@ -85,10 +85,3 @@ def test_a_mean_far_from_zero_does_not_cancel():
 def test_rows_without_a_key_are_nan_as_torchs():
     q, k = torch.randn(2, 1, 8, 16)
     assert patterns.masked_softmax(q, k, torch.zeros(1, 8)).isnan().all()
-
-
-def test_what_no_kernel_takes_is_said():
-    with pytest.raises(ValueError, match="k = 65"):
-        patterns.softmax_topk(torch.zeros(1, 100), 65)
-    with pytest.raises(ValueError, match="width 24"):
-        patterns.masked_softmax(torch.zeros(1, 4, 24), torch.zeros(1, 4, 24), torch.ones(1, 4))
