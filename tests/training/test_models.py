@@ -15,35 +15,19 @@ from tests.tiny import TINY, trainer_of
 
 
 @pytest.mark.parametrize("masters", [{}, dict(use_amp=True, enable_master_weights=True)])
-def test_an_average_begins_with_the_weights_too(masters, tmp_path):
-    """Not with the random ones of before, which the first evaluations would be of."""
-    given = a_model()
-    save_model(tmp_path / "m.pt", tof.PROGRAM, given.state_dict(), given.config, {})
-    trainer = trainer_of(**masters, ema_decay=0.99)
-    trainer.average.steps = 5
-    models.load_weights(trainer, tmp_path / "m.pt", tof.PROGRAM.data(trainer.settings))
-    weights = {name: weight.bfloat16() for name, weight in given.state_dict().items()}
-
-    def begun():
-        return all(torch.equal(weight.bfloat16(), weights[name])
-                   for name, weight in trainer.model.state_dict().items())
-    assert begun()
-    with trainer.averaged():
-        assert begun()
-    assert trainer.average.steps == 0 and trainer.average.decay == 0.99
-
-
-def test_a_new_run_begins_with_averaged_weights(tmp_path):
-    first, second = trainer_of(ema_decay=0.9), trainer_of(seed=7)
+def test_a_new_run_begins_with_averaged_weights(masters, tmp_path):
+    """So does its own average, not with the random ones that the first evaluations would be of."""
+    first, second = trainer_of(ema_decay=0.9), trainer_of(seed=7, ema_decay=0.99, **masters)
     source = tof.PROGRAM.data(first.settings)
     first.step(source.batch(0))
-    first.trained_on = {"a"}
+    first.trained_on, second.average.steps = {"a"}, 5
     checkpoints.save(first, tmp_path / "c.pt")
     models.load_weights(second, tmp_path / "c.pt", source)
-    assert second.step_number == 0 and second.trained_on == {"a"}
-    assert not any(map(torch.any, checkpoints.optimizer_state(second, "exp_avg")))
-    begun, averages = (checkpoints.snapshot(trainer) for trainer in (second, first))
-    assert all(torch.equal(begun["model"][name], weight) for name, weight in averages["average"].items())
+    begun, given = checkpoints.snapshot(second), checkpoints.snapshot(first)["average"]
+    assert (begun["step"], begun["averaged_steps"], begun["trained_on"]) == (0, 0, ["a"])
+    assert second.average.decay == 0.99 and not any(w.any() for w in begun["moments"]["exp_avg"].values())
+    for found in (begun["model"], begun["average"], second.model.state_dict()):
+        assert all(torch.equal(weight, given[name].to(weight.dtype)) for name, weight in found.items())
     source.held_out = ["a"]
     with pytest.raises(UserError, match="--init-from .* was trained on a, held out now"):
         models.load_weights(second, tmp_path / "c.pt", source)
