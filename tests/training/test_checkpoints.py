@@ -99,13 +99,13 @@ def test_older_checkpoints_lack_some_of_it(tmp_path):
     assert not any(map(torch.any, optimizer_state(second, "exp_avg"))) and second.step_number == 1
 
 
-def test_ranks_after_the_first_draw_random_numbers_of_their_own(tmp_path):
-    save(trained(), tmp_path / "c.pt")
+def test_ranks_after_the_first_draw_random_numbers_of_their_own_after_each_step(tmp_path):
     drawn = []
-    for rank in (0, 0, 1):
-        restore(trainer_of(World(rank, 2)), tmp_path / "c.pt")
+    for rank, steps in ((0, 1), (0, 1), (1, 1), (2, 1), (1, 2)):
+        save(trained(steps), tmp_path / "c.pt")
+        restore(trainer_of(World(rank, 3)), tmp_path / "c.pt")
         drawn.append(torch.rand(1).item())
-    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0] == drawn[1] and len(set(drawn)) == 4
 
 
 def test_of_several_ranks_the_first_one_writes(tmp_path):
