@@ -137,7 +137,7 @@ def test_a_norm_that_is_no_number_is_seen_in_the_weights(norm):
 
 
 def trainer_of(kernel, monkeypatch, **values):
-    """In float16: the interpreter cuts numbers off where it makes bfloat16 of them."""
+    """A small trainer in float16, with our kernel or without."""
     kind = partial(KernelMasters, wide=True) if kernel else MasterWeights
     with monkeypatch.context() as patch:
         patch.setattr(tof, "optimized_weights", lambda model, dtype, *_: kind(model, dtype))

@@ -68,15 +68,11 @@ FAMILIES = {  # what makes (results, expected ones), {name: what it is given beh
 
 
 def wrong(family, dtype, case):
-    """Which results of a case are not what PyTorch makes, or lie otherwise. Of what masks and pads, the
-    interpreter cuts off what bfloat16 rounds."""
+    """Which results of a case are not what PyTorch makes, or lie otherwise."""
     torch.manual_seed(0)
     faults = []
     for number, (ours, plain) in enumerate(zip(*FAMILIES[family][0](dtype, *case), strict=True)):
-        low = plain <= padded_biases.MASKED / 2
-        same = ours.dtype == plain.dtype and ours.is_contiguous() and ours.shape == plain.shape
-        if not (same and torch.equal(ours[~low], plain[~low])
-                and torch.allclose(ours[low], plain[low], rtol=0 if ours.is_cuda else 2 ** -7)):
+        if not (ours.dtype == plain.dtype and ours.is_contiguous() and torch.equal(ours, plain)):
             faults.append(number)
     return faults
 
@@ -103,10 +99,10 @@ def test_a_padded_bias_has_offsets_beyond_32_bits():
 
 @pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
 def test_sums_of_a_gradient_are_rounded_once(dtype):
-    """What 300 roundings would add up to is far beyond one, by which the interpreter cuts off in bfloat16."""
+    """What 300 roundings would add up to is far beyond one."""
     partial_sums = torch.randn(300, 1, 1, 16, 16).to(dtype)
     exact, ours = partial_sums.double().sum(0), bias_gradients.OP(partial_sums, 16, dtype, False)
-    allowed = torch.finfo(dtype).eps * exact.abs() + 300 * torch.finfo(torch.float32).eps * 4
+    allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 300 * torch.finfo(torch.float32).eps * 4
     assert ((ours.double() - exact).abs() <= allowed).all()
 
 
