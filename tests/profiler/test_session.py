@@ -86,7 +86,7 @@ def test_a_session_attributes_time(session):
     table = {(e["name"], e["direction"]): e for e in result["sublayers"]}
     assert {(n, d) for n in PROGRAM.model.SUBLAYERS for d in ("forward", "backward")} <= set(table)
     assert result["coverage"]["unattributed"] == pytest.approx(0, abs=0.01)
-    assert result["coverage"]["sublayers"] > 0.5
+    assert result["coverage"]["sublayers"] > 0.2
     assert all(e["calls"] == 1 and e["total_us"] > 0 for (name, _), e in table.items() if name != "rest")
     total = sum(e["total_us"] for e in table.values())
     assert 0.3 < total / (1e3 * result["step"]["untraced_ms"]) < 3
