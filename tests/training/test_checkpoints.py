@@ -108,6 +108,11 @@ def test_ranks_after_the_first_draw_random_numbers_of_their_own_after_each_step(
     assert drawn[0] == drawn[1] and len(set(drawn)) == 4
 
 
+def test_ranks_begin_with_the_same_weights_and_random_numbers_of_their_own():
+    (first, own), (second, others) = ((trainer_of(World(rank, 2)), torch.rand(1)) for rank in (0, 1))
+    assert same(first.model.state_dict(), second.model.state_dict()) and own != others
+
+
 def test_of_several_ranks_the_first_one_writes(tmp_path):
     for rank in (1, 0):
         save(trainer_of(World(rank, 2)), tmp_path / "c.pt")

@@ -17,7 +17,8 @@ from tests import second_program
 pytestmark = pytest.mark.usefixtures("quick_runs")
 FLAGS = ("--width 8 --batch-size 2 --warmup-steps 0 --device cpu --log-every 1000 --eval-every 2 "
          "--ema-decay 0.9").split()
-SCORES = {2: 0.5, 3: 0.1, 4: 0.4, 6: 0.3, 7: 0.95, 8: 0.9, 10: 0.6, 12: 0.8, 14: 0.7}
+# At 14 as good as at 8, which is not better
+SCORES = {2: 0.5, 3: 0.1, 4: 0.4, 6: 0.3, 7: 0.95, 8: 0.9, 10: 0.6, 12: 0.8, 14: 0.9}
 
 
 class Scored(second_program.Numbers):
