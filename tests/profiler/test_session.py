@@ -1,5 +1,6 @@
 """The PyTorch profiler session, from the command line to its files, for any program."""
 import json
+import shutil
 
 import pytest
 import torch
@@ -105,6 +106,14 @@ def test_a_session_that_ends_before_its_trace_is_no_success(code, ends, tmp_path
     with pytest.raises(UserError, match="before the trace") as ended:
         run_session(PROGRAM, given(), str(tmp_path), lambda program, settings: code)
     assert ended.value.code == ends
+
+
+def test_a_session_that_a_signal_ended_has_a_report_of_what_there_is_and_the_signals_code(session, tmp_path):
+    shutil.copytree(session[0], tmp_path / "s")
+    (tmp_path / "s" / report.REPORT).unlink()
+    with pytest.raises(UserError) as ended:
+        run_session(PROGRAM, given(), str(tmp_path / "s"), lambda program, settings: 143)
+    assert ended.value.code == 143 and (tmp_path / "s" / report.REPORT).exists()
 
 
 @pytest.mark.slow
