@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import tuner
+from fusion_lab.kernels.calls import Call
 from fusion_lab.measuring import retune
 from fusion_lab.training.files import UserError
 
@@ -82,6 +83,18 @@ def test_winners_are_kept_beside_what_was_known_and_serve_from_then_on(monkeypat
     assert launched() == SECOND and tuner.found is None
     assert json.loads(path.read_text()) == {"other": SECOND, "k bfloat16 L256": SECOND}
     assert [p.name for p in path.parent.iterdir()] == ["gpu.json"]
+
+
+def test_calls_that_are_kept_measure_tiles_too_and_are_made_anew_for_the_winners(monkeypatch, tmp_path):
+    class Made(Call):
+        def __init__(self, tensors):
+            pass
+    monkeypatch.setattr(tuner, "cache_file", lambda: tmp_path / "gpu.json")
+    x, kept = torch.zeros(1), Made.of([torch.zeros(1)])
+    assert Made.of([x]) is Made.known([x]) is kept
+    with tuner.retuning():
+        assert Made.known([x]) is None and Made.of([x]) is not kept
+    assert Made.known([x]) is None
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
