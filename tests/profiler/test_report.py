@@ -5,6 +5,7 @@ import pytest
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import tables
+from fusion_lab.measuring.ranges import RECOMPUTE
 from fusion_lab.profiler import report
 from fusion_lab.training.files import UserError
 from tests.second_program import PROGRAM as SECOND
@@ -41,6 +42,8 @@ def test_a_row_for_each_sublayer_with_amdahl_s_ceiling():
     assert rows == [["up", "0.625", "0.500", "62.5%", "2.67x", "4", "2.0", "2.2"],
                     ["down", "0.250", "", "25.0%", "1.33x", "2", "1.0", "1.5"],
                     ["rest, data", "0.125", "", "12.5%", "", "", "1.0", ""]]
+    again = [*session()["sublayers"], entry("up", RECOMPUTE, 125.0, 0.125)]  # the backward pass makes it again
+    assert report.sublayer_rows(session(sublayers=again))[1][:3] == ["up", "0.750", "0.625"]
     compiled = session(sublayers=[entry("rest", "forward", 1000.0, 1.0)])
     assert [row[0] for row in report.sublayer_rows(compiled)[1:]] == ["rest, forward"]
     assert report.switch_rows(tof.PROGRAM, compiled)[1:] == []  # whose time is unknown, which is not 0
