@@ -119,6 +119,8 @@ def test_what_is_not_measured_says_why(fake, capsys):
     before = lines_of()
     assert fake("--settings", "fused only-first") == 0
     assert lines_of()[:4] == before and len(lines_of()) == 6 and points_of()[32, "fused"]["n"] == 2
+    assert fake("--settings", "fused only-first", "--dry-run") == 0  # of two lines of a point the last counts
+    assert "0 points to run" in capsys.readouterr().out
 
 
 def test_a_study_of_failures_fails(fake, capsys):
@@ -172,8 +174,9 @@ def test_a_line_that_a_kill_cut_short_runs_again_and_a_whole_one_without_its_end
     path.write_bytes(path.read_bytes() + b'{"batch_size": 2, "wid')
     assert fake("--report-only") == 0 and fake("--num-runs", 3) == 0
     assert lines_of()[:4] == before and len(lines_of()) == 6 and not os.path.exists("s/running-killed")
+    before = lines_of()
     path.write_bytes(path.read_bytes().rstrip())  # as an editor leaves it
-    assert fake("--num-runs", 4) == 0 and lines_of()[:4] == before and len(lines_of()) == 8
+    assert fake("--num-runs", 4) == 0 and lines_of()[:6] == before and len(lines_of()) == 8
 
 
 @pytest.mark.parametrize("file, content", [
