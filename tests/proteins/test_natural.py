@@ -51,3 +51,10 @@ def test_natural_batches_are_a_function_of_their_step():
     assert depths == {4, 8, 16}  # never fewer rows than the MSA representation has
     held_out = {protein.name: batch for protein, batch in source.evaluation()["held_out"]}
     assert list(held_out) == [f"synthetic-{i}" for i in range(16)]
+
+
+def test_held_out_folds_are_others_than_those_that_are_trained_on():
+    source = batches.open_source(tof.PROGRAM.settings(**SMALL, synthetic_world="natural"))
+    held_out = list(source.evaluation()["held_out"])
+    assert len(held_out) == 16 and source.unseen.made and not source.folds.made
+    assert all((source.folds.chain(n)[:12] != chain[:12]).any() for n, chain in source.unseen.made.items())
