@@ -60,6 +60,13 @@ def test_bins_hold_their_angles(atoms):
         assert bins[name].max() < orientations.BINS[name]
 
 
+def test_half_a_turn_lies_in_the_last_bin():
+    """CA, CB, CB, CA in one plane, on opposite sides."""
+    n, ca = torch.tensor([[-1.0, 1, 1], [5, -1, 1]]), torch.tensor([[0, 1.5, 0], [4, -1.5, 0]])
+    bins = orientations.targets(n, ca, torch.tensor([[0.0, 0, 0], [4, 0, 0]]))
+    assert bins["omega"][0, 1] == bins["omega"][1, 0] == orientations.BINS["omega"] - 1
+
+
 # --- The head -------------------------------------------------------------------------------------------
 
 def test_loss_against_a_hand_count():
