@@ -42,7 +42,7 @@ def test_a_row_for_each_sublayer_with_amdahl_s_ceiling():
     assert rows == [["up", "0.625", "0.500", "62.5%", "2.67x", "4", "2.0", "2.2"],
                     ["down", "0.250", "", "25.0%", "1.33x", "2", "1.0", "1.5"],
                     ["rest, data", "0.125", "", "12.5%", "", "", "1.0", ""]]
-    again = [*session()["sublayers"], entry("up", RECOMPUTE, 125.0, 0.125)]  # the backward pass makes it again
+    again = [*session()["sublayers"], entry("up", RECOMPUTE, 125.0, 0.125)]  # made again in backward
     assert report.sublayer_rows(session(sublayers=again))[1][:3] == ["up", "0.750", "0.625"]
     compiled = session(sublayers=[entry("rest", "forward", 1000.0, 1.0)])
     assert [row[0] for row in report.sublayer_rows(compiled)[1:]] == ["rest, forward"]
