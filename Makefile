@@ -26,7 +26,7 @@ test: $(TRITON)  # with bytecode, which many containers forbid: every process wo
 
 lint: $(RUFF)
 	@$(IN) -m ruff check .
-	if command -v shellcheck >/dev/null; then shellcheck *.sh; fi
+	@if command -v shellcheck >/dev/null; then shellcheck *.sh; fi
 
 define VENV
 @test -w . || { echo "$(CURDIR) cannot be written into: activate an environment with torch first" >&2; exit 2; }

@@ -116,7 +116,7 @@ def findings(analysis):
         "--disable-torch-compile --disable-cuda-graphs shows them."]
     if sum(shares.values()) > 0:
         name, share = next(iter(shares.items()))
-        of = "GPU time" if analysis["unit"] == "kernel" else "step"
+        of = "GPU time" if analysis["unit"] == "kernel" else "measured time"
         found = [f"`{name}` is the heaviest sub-layer: {100 * share:.0f}% of the {of}, with "
                  f"{100 * analysis['flops_share'][name]:.0f}% of the sub-layers' FLOPs. Whatever makes it "
                  f"faster, the {of} gains at most a factor of {at_most(share):.2f}."]

@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from tests.support import ROOT, last_json
+from tests.support import ROOT
 
 # A warning of Python, of torch's logging ("W1124 17:31:39.123000 81 torch/...") or of C++ ("[W1124 ...]").
 WARNING = re.compile(r"Warning:|warnings\.warn|^(\[rank\d+\]:)?\[?[WE]\d{4} \d\d:")
@@ -106,10 +106,22 @@ def perform(verb, directory):
         if verb.result:
             run.results.append(read(the_file(directory, verb.result)))
         for output, _ in () if verb.result else outputs:
-            run.results.append(last_json("\n".join(re.findall(r"^\{.*", output, re.MULTILINE))))
-    except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
+            run.results.append(result_of(output))
+    except (OSError, ValueError, IndexError, TypeError) as error:
         run.trouble = f"no result: {type(error).__name__}: {error}"
     return run
+
+
+def result_of(stdout):
+    """The JSON that a command ends with, or the file that it names; raises where there is none. The file of a
+    comparison also has the rows that were not measured."""
+    line = [line for line in stdout.strip().splitlines() if line.startswith("{")][-1]
+    headline = json.loads(line)
+    if path := headline.get("summary_file"):
+        if len(line.encode()) > 1024:
+            raise ValueError(f"the last line has {len(line.encode())} bytes")
+        return read(path)
+    return headline
 
 
 def read(path):

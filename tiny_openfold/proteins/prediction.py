@@ -259,7 +259,7 @@ def forewarn(config, device, dtype):
         raise UserError(f"{config.seq_len} residues and {counted(config.num_seqs, 'row')} need "
                         f"{memory / GIGABYTE:.1f} GB, {free / GIGABYTE:.1f} GB are free on {device}: "
                         f"{way_out}")
-    print(f"It takes about {memory / GIGABYTE:.1f} GB on {device}", flush=True)
+    print(f"It takes about {max(memory / GIGABYTE, 0.1):.1f} GB on {device}", flush=True)
 
 
 def needs(config, dtype):
