@@ -130,7 +130,7 @@ def read_saved(path, what, program, *kinds):
     except Exception:  # a damaged file raises whatever its first bad byte leads to
         sound = False
     if not sound:
-        raise UserError(f"{what} {path}: not a file that torch saved, or a damaged one")
+        raise UserError(f"{what} {path}: damaged, or not a file that torch saved")
     kinds = ("checkpoint", *kinds)
     if not isinstance(saved, dict) or saved.get("format") not in [format_of(program, kind) for kind in kinds]:
         of_weights = "; weights alone belong to --init-from" if what == "--resume" and len(kinds) == 1 else ""
