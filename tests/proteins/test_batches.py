@@ -191,6 +191,9 @@ def test_the_seed_draws_the_families_for_validation(source_of):
     assert len(drawn) > 4 and all(len(names) == 3 for names in drawn)
     again = source_of(validate_fraction=0.25, seed=3).validation
     assert tuple(family.name for family in again) in drawn
+    source = source_of(validate_fraction=0.25, holdout_fraction=0.2, seed=3)
+    groups = [[family.name for family in each] for each in (source.families, source.validation, source.unseen)]
+    assert all(groups) and sorted(sum(groups, [])) == sorted(source.by_name)  # each family has one use
 
 
 def test_few_coordinates_are_one_warning_and_next_to_none_are_refused(capsys, monkeypatch):
