@@ -192,8 +192,8 @@ def test_the_seed_draws_the_families_for_validation(source_of):
     again = source_of(validate_fraction=0.25, seed=3).validation
     assert tuple(family.name for family in again) in drawn
     source = source_of(validate_fraction=0.25, holdout_fraction=0.2, seed=3)
-    groups = [[family.name for family in each] for each in (source.families, source.validation, source.unseen)]
-    assert all(groups) and sorted(sum(groups, [])) == sorted(source.by_name)  # each family has one use
+    uses = [[family.name for family in each] for each in (source.families, source.validation, source.unseen)]
+    assert all(uses) and sorted(sum(uses, [])) == sorted(source.by_name)  # each family has one
 
 
 def test_few_coordinates_are_one_warning_and_next_to_none_are_refused(capsys, monkeypatch):
