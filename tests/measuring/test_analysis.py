@@ -75,7 +75,7 @@ def test_a_cpu_is_timed_without_the_profiler(tmp_path):
     assert found["time_kind"] == "CPU time, without the profiler" and found["memory_peak_mb"] == 2.0
     assert found["flops_share"] == dict(up=0.5, down=0.5) and found["profile_steps"] == 2
     heaviest, saved = found["findings"]
-    assert all(part in heaviest for part in ("`up`", "75% of the measured time", "50% of", "a factor of 4.00"))
+    assert all(part in heaviest for part in ("`up`", "75% of the measured", "50% of", "a factor of 4.00"))
     assert "`up`" in saved and "3.0 of 4.0 MB, 75%" in saved
 
 
