@@ -37,8 +37,8 @@ def broken(x):
 
 def test_a_way_whose_results_or_gradients_are_off_is_not_timed():
     ways = dict(plain=lambda x: x * 2, right=lambda x: x + x, off=lambda x: x * 2.01, gradient=broken,
-                nan=lambda x: x * float("nan"), fails=lambda x: x.no_such_thing, forward=lambda x: x.detach() * 2,
-                absent=None)
+                nan=lambda x: x * float("nan"), fails=lambda x: x.no_such_thing,
+                forward=lambda x: x.detach() * 2, absent=None)
     found = lab.faults(ways, [torch.randn(4, 8, requires_grad=True)], torch.float32)
     assert {name: reason.split(":")[0] for name, reason in found.items()} == dict(
         off="wrong", gradient="wrong", nan="wrong", fails="AttributeError", absent="needs a GPU and Triton")
