@@ -69,8 +69,7 @@ def test_a_pattern_as_it_is_measured(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.parametrize("target", [pytest.param(each, marks=[pytest.mark.sample] * (each == "sm_90"))
-                                    for each in TARGETS])
+@pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_without_spills(target):
     pytest.importorskip("triton", reason="Triton is not installed")
     from fusion_lab.kernels.ahead_of_time import compiling, resources
