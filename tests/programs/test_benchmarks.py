@@ -184,10 +184,10 @@ def test_patched_layers_that_are_wrong_or_absent():
 @pytest.mark.slow
 @pytest.mark.parametrize("program, flags", [
     ("compare_llama", "--hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1"),
-    ("compare_mpnn", "--hidden-dim 16 --num-layers 1 --neighbors 6")])
+    ("compare_mpnn", "--hidden-dim 16 --num-layers 1 --neighbors 6 --only baseline|fused")])
 def test_companions_beside_their_peers(program, flags, tmp_path):
     flags = f"{flags} --seq-len 16 --batch-size 1 --steps 2 --device cpu".split()
-    done = run(f"{program}.py", *flags, "--only", "baseline|fused", "--out", tmp_path)
+    done = run(f"{program}.py", *flags, "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / f"{program.partition('_')[2]}.json").read_text())
     for rows in found.get("tables", dict(bfloat16=found.get("rows"))).values():
