@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Shells let what runs in the background ignore Ctrl-C, and that is handed on to every program started here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+GOING_ON = SimpleNamespace(signal=None)  # of an evaluation that no signal ends
 PATIENCE = 300  # s, on any machine under any load; only what hangs is kept waiting so long
 
 
@@ -28,15 +30,6 @@ def require_shared(*parts):
                   "reference values and real proteins, which are not part of the project)")
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     return path
-
-
-def save_model(path, program, weights, config, card):
-    """Write a model file: weights, such as a model's state_dict(), and a card, plain values."""
-    import torch
-
-    from fusion_lab.training.checkpoints import format_of
-    weights = {name: weight.bfloat16() for name, weight in weights.items()}
-    torch.save(dict(format=format_of(program, "model"), config=vars(config), card=card, model=weights), path)
 
 
 def wait_for(condition, patience=PATIENCE):

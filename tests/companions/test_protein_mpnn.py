@@ -14,7 +14,7 @@ from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import saved_activations
 from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.training.program import load_program
-from tests.support import ROOT, require_shared
+from tests.support import GOING_ON, ROOT, require_shared
 from tiny_openfold.proteins.files import AMINO_ACIDS
 
 FILE = ROOT / "companions" / "protein_mpnn.py"
@@ -22,7 +22,6 @@ PROGRAM = load_program(FILE)
 mpnn = __import__("protein_mpnn")
 
 CPU = torch.device("cpu")
-GOING_ON = SimpleNamespace(signal=None)  # no signal came
 SWITCHES = ("enable_split_fusion", "enable_aggregate_fusion", "enable_edge_fusion",
             "enable_activation_checkpointing")
 COMBINATIONS = [mpnn.MpnnSwitches(**dict(zip(SWITCHES, on, strict=True)))

@@ -17,14 +17,13 @@ from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import process_settings
 from fusion_lab.training.program import load_program
-from tests.support import ROOT, require_shared
+from tests.support import GOING_ON, ROOT, require_shared
 
 FILE = ROOT / "companions" / "tiny_llama.py"
 PROGRAM = load_program(FILE)
 llama = __import__("tiny_llama")
 
 CPU = torch.device("cpu")
-GOING_ON = SimpleNamespace(signal=None)  # no signal came
 SWITCHES = ("enable_qkv_fusion", "enable_flash_attention", "enable_swiglu_fusion", "enable_norm_fusion")
 COMBINATIONS = [llama.LlamaSwitches(**dict(zip(SWITCHES, on, strict=True)))
                 for on in itertools.product((False, True), repeat=len(SWITCHES))]

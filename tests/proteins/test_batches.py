@@ -5,19 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
+from tests.support import GOING_ON
+from tests.tiny import model_of, settings_of, trainer_of
 from tiny_openfold.proteins import batches, contacts, structure_metrics
 from tiny_openfold.proteins.files import GAP, MASK, Protein
 from tiny_openfold.proteins.synthetic import synthetic_proteins
-
-SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
-             seq_len=8, batch_size=2)
-
-
-def settings_of(**values):
-    return tof.PROGRAM.settings(**{**SMALL, **values})
-
 
 # --- Corruption and targets ----------------------------------------------------------------------------
 
@@ -69,6 +62,16 @@ def test_masked_batch_lacks_the_last_quarter_of_the_last_sample():
     assert torch.equal(batch["msa_targets"][0], plain["msa_targets"][0])
     assert torch.equal(batch["msa_targets"][1, :7, :6], plain["msa_targets"][1, :7, :6])
     assert (batch["msa_targets"] >= 0).any() and torch.equal(batch["msa_tokens"], plain["msa_tokens"])
+
+
+def test_what_masks_leave_defined():
+    output = dict(msa_repr=torch.ones(1, 2, 3, 4), pair_repr=torch.ones(1, 3, 3, 5),
+                  distances=torch.ones(1, 3, 3), loss=torch.tensor(7.0))
+    batch = dict(seq_mask=torch.tensor([[1.0, 1, 0]]), row_mask=torch.tensor([[1.0, 0]]))
+    found = model_of().defined(output, batch)
+    assert found["msa_repr"][0].sum(-1).tolist() == [[4, 4, 0], [0, 0, 0]]
+    assert found["pair_repr"][0].sum(-1).tolist() == [[5, 5, 0], [5, 5, 0], [0, 0, 0]]
+    assert found["distances"][0].tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0]] and found["loss"] == 7
 
 
 # --- Real batches --------------------------------------------------------------------------------------
@@ -163,35 +166,17 @@ def test_held_out_families_are_named_or_a_share_of_them_rounded_up():
             held_out(holdout=holdout)
 
 
-@pytest.fixture
-def source_of(monkeypatch):
-    """A source of so many families, which differ in their residues."""
-    def make(count=12, **values):
-        place = np.arange(16)
-        families = [Protein(
-            f"f{i}", ((np.arange(5)[:, None] + place + i) % 20).astype(np.uint8),
-            np.stack([place, 4.0 * place, 0 * place + i], 1).astype(np.float32)) for i in range(count)]
-        monkeypatch.setattr(batches.files, "load_families", lambda path: (families, []))
-        return batches.RealProteins(settings_of(num_seqs=4, seq_len=16, batch_size=4, data="x", **values))
-    return make
+def test_the_seed_draws_the_families_for_validation(monkeypatch):
+    families = [Protein(f"f{i}", np.zeros((3, 16), np.uint8), np.zeros((16, 3), np.float32))
+                for i in range(12)]
+    monkeypatch.setattr(batches.files, "load_families", lambda path: (families, []))
 
-
-def test_ranks_share_a_batch(source_of):
-    source = source_of()
-    for step in range(3):
-        whole, parts = source.batch(step), [source.part(step, rank, 2) for rank in range(2)]
-        assert not torch.equal(parts[0]["coords"], parts[1]["coords"])
-        for key in ("coords", "msa_tokens"):
-            assert torch.equal(torch.cat([part[key] for part in parts]), whole[key])
-
-
-def test_the_seed_draws_the_families_for_validation(source_of):
-    drawn = {tuple(family.name for family in source_of(validate_fraction=0.25, seed=seed).validation)
-             for seed in range(8)}
+    def source_of(**values):
+        return batches.RealProteins(settings_of(data="x", validate_fraction=0.25, **values))
+    drawn = {tuple(family.name for family in source_of(seed=seed).validation) for seed in range(8)}
     assert len(drawn) > 4 and all(len(names) == 3 for names in drawn)
-    again = source_of(validate_fraction=0.25, seed=3).validation
-    assert tuple(family.name for family in again) in drawn
-    source = source_of(validate_fraction=0.25, holdout_fraction=0.2, seed=3)
+    assert tuple(family.name for family in source_of(seed=3).validation) in drawn
+    source = source_of(holdout_fraction=0.2, seed=3)
     uses = [[family.name for family in each] for each in (source.families, source.validation, source.unseen)]
     assert all(uses) and sorted(sum(uses, [])) == sorted(source.by_name)  # each family has one
 
@@ -214,13 +199,9 @@ def test_few_coordinates_are_one_warning_and_next_to_none_are_refused(capsys, mo
 
 # --- Evaluation ----------------------------------------------------------------------------------------
 
-GOING_ON = SimpleNamespace(signal=None)  # no signal came
-
-
 def test_evaluation_turns_dropout_off_and_on_again():
-    settings = settings_of(dropout=0.5)
-    trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
-    source, modes = batches.SyntheticProteins(settings), []
+    trainer = trainer_of(dropout=0.5)
+    source, modes = batches.SyntheticProteins(trainer.settings), []
     trainer.model.register_forward_pre_hook(
         lambda model, _: modes.append((model.training, torch.is_grad_enabled())))
     found = source.evaluate(trainer, GOING_ON).details

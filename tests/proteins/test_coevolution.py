@@ -7,19 +7,13 @@ import pytest
 import torch
 from torch.nn.functional import one_hot
 
-import tiny_openfold_v2 as tof
 from tests.support import require_shared
+from tests.tiny import trainer_of
 from tiny_openfold.proteins import batches, coevolution, files
 from tiny_openfold.proteins.contacts import contact_precision
 from tiny_openfold.proteins.files import GAP
 
-SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
-             seq_len=12, batch_size=2, extra_seqs=16)
 A, C, D = range(3)
-
-
-def trainer_of(**values):
-    return tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(**SMALL, **values), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("block", [2, 4096])  # rows that are compared with all others at a time
@@ -72,7 +66,7 @@ def test_precision_of_dca_on_real_families_is_that_of_another_program(name, expe
 
 def test_the_model_reads_them_and_alone_is_what_it_was():
     assert "coevolution_embedding.weight" not in trainer_of().model.state_dict()
-    reading = trainer_of(coevolution="couplings")
+    reading = trainer_of(seq_len=12, extra_seqs=16, coevolution="couplings")
     batch = batches.open_source(reading.settings).batch(0)
     rows = batch["extra_msa"].clone()
     first = reading.model(**batch)["pair_repr"]

@@ -15,7 +15,8 @@ import torch
 import tiny_openfold_v2 as tof
 from tests.proteins.folds_at_hand import SEQUENCE, a_fold, certain
 from tests.proteins.structures import CODES, atom, write_model
-from tests.support import PATIENCE, ROOT, code_of, require_shared, save_model
+from tests.support import PATIENCE, ROOT, code_of, require_shared
+from tests.tiny import model_of, save_model
 from tiny_openfold.proteins import (
     files,
     fold_pictures,
@@ -26,8 +27,6 @@ from tiny_openfold.proteins import (
     structure_metrics,
 )
 
-SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=1, pair_heads=1, outer_product_dim=4)
-
 
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
@@ -36,8 +35,7 @@ def setup(tmp_path, monkeypatch):
     for name, value in dict(TRACES=4, CHOSEN=2, TRACE_STEPS=40, FOLD_STEPS=120).items():
         monkeypatch.setattr(folding, name, value)
     (tmp_path / "x.a3m").write_text(f">x\n{SEQUENCE}\n>y\n{SEQUENCE[:9]}{'-' * 15}\n")
-    model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**SIZES))
-    save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, dict(about="for tests"))
+    save_model(tmp_path / "m.pt", model_of(), dict(about="for tests"))
     run_model = prediction.run_model
 
     def knowing(*given):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
+from tests import tiny
 from tiny_openfold.proteins import batches, folds, natural
 from tiny_openfold.proteins.folds import APART, EVERY, MISSING, RealFolds
 from tiny_openfold.proteins.geometry import CA
@@ -26,10 +26,6 @@ def test_folds_are_chains_with_the_contacts_of_domains():
 
 
 # --- Real chains ----------------------------------------------------------------------------------------
-
-SIZES = dict(num_blocks=1, num_seqs=4, seq_len=24, batch_size=4, device="cpu", synthetic_world="natural",
-             extra_seqs=8)
-
 
 def chains(lengths, near=(), breaks=()):
     """Arrays of a file. Residue r of chain k: CA at x = 3.8 r, y = 8 k, so both can be read off a piece. A
@@ -100,7 +96,8 @@ def test_a_disordered_tail_couples_to_nothing_and_is_asked_for_nothing(tmp_path)
 
 
 def settings_of(path, **values):
-    return tof.PROGRAM.settings(**{**SIZES, "real_folds": path, **values})
+    return tiny.settings_of(seq_len=24, batch_size=4, synthetic_world="natural", extra_seqs=8,
+                            real_folds=path, **values)
 
 
 def test_half_of_the_folds_are_real_and_a_step_is_always_the_same(tmp_path):

@@ -3,8 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_openfold_v2 as tof
-from tests.proteins.test_coevolution import SMALL
+from tests.tiny import settings_of
 from tiny_openfold.proteins import batches, coevolution, contacts, files, folds, natural
 
 
@@ -40,7 +39,7 @@ def test_the_world_in_a_cuda_graph_follows_its_seed():
 
 
 def test_natural_batches_are_a_function_of_their_step():
-    settings = tof.PROGRAM.settings(**SMALL, coevolution="couplings", synthetic_world="natural")
+    settings = settings_of(seq_len=12, extra_seqs=16, coevolution="couplings", synthetic_world="natural")
     source = batches.open_source(settings)
     first, again = source.batch(3), batches.open_source(settings).batch(3)
     assert all(torch.equal(first[key], again[key]) for key in first)
@@ -54,7 +53,7 @@ def test_natural_batches_are_a_function_of_their_step():
 
 
 def test_held_out_folds_are_others_than_those_that_are_trained_on():
-    source = batches.open_source(tof.PROGRAM.settings(**SMALL, synthetic_world="natural"))
+    source = batches.open_source(settings_of(seq_len=12, synthetic_world="natural"))
     held_out = list(source.evaluation()["held_out"])
     assert len(held_out) == 16 and source.unseen.made and not source.folds.made
     assert all((source.folds.chain(n)[:12] != chain[:12]).any() for n, chain in source.unseen.made.items())

@@ -10,13 +10,10 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training.models import read_model
 from tests.proteins.folds_at_hand import a_fold
 from tests.proteins.test_batches import family, real
-from tests.support import save_model
+from tests.tiny import model_of, save_model, settings_of
 from tiny_openfold.proteins import geometry, orientations
 from tiny_openfold.proteins.geometry import CA, CB, N
 from tiny_openfold.proteins.orientations import BINS, UNKNOWN, OrientationHead, bins_of
-
-SMALL = dict(msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1, num_seqs=4,
-             seq_len=6)
 
 
 @pytest.fixture
@@ -93,18 +90,9 @@ def test_loss_against_a_hand_count():
     assert nobody.item() == 0 and pair.grad.abs().max() == 0  # a batch without a known pair costs nothing
 
 
-def model_of(**values):
-    torch.manual_seed(0)
-    return tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**SMALL, **values))
-
-
-def a_batch():
-    settings = tof.PROGRAM.settings(**SMALL, orientations=True, batch_size=2, device="cpu")
-    return tof.PROGRAM.data(settings).check_batch()
-
-
 def test_the_model_adds_a_weighted_term_that_ranks_can_weigh():
-    model, batch = model_of(orientations=True), a_batch()
+    model = model_of(orientations=True)
+    batch = tof.PROGRAM.data(settings_of(orientations=True)).check_batch()
     found = model(**batch)
     parts = [found["distogram_loss"], 0.3 * found["orientation_loss"],
              tof.MASKED_MSA_WEIGHT * found["masked_msa_loss"]]
@@ -112,7 +100,7 @@ def test_the_model_adds_a_weighted_term_that_ranks_can_weigh():
     torch.testing.assert_close(found["loss_terms"], torch.stack(parts))
     torch.testing.assert_close(found["loss"], sum(parts))
     counts = model.loss_counts(**batch)
-    assert counts.tolist() == [6 ** 2 + 5 ** 2, 6 ** 2 + 5 ** 2, (batch["msa_targets"] >= 0).sum()]
+    assert counts.tolist() == [8 ** 2 + 6 ** 2, 8 ** 2 + 6 ** 2, (batch["msa_targets"] >= 0).sum()]
     del batch["orientations"]
     without = model(**batch)  # which works, too
     torch.testing.assert_close(without["loss"], found["distogram_loss"] + parts[2])
@@ -123,7 +111,7 @@ def test_without_the_flag_nothing_is_added_and_files_of_both_kinds_load(tmp_path
     extra = {"orientation_head.projection.weight", "orientation_head.projection.bias"}
     assert set(wide.state_dict()) - set(plain.state_dict()) == extra
     for name, model in (("plain", plain), ("wide", wide)):
-        save_model(tmp_path / name, tof.PROGRAM, model.state_dict(), model.config, {})
+        save_model(tmp_path / name, model, {})
         assert read_model(tmp_path / name, tof.PROGRAM).config.orientations is (name == "wide")
 
 

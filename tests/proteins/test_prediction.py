@@ -16,24 +16,15 @@ from fusion_lab.training.checkpoints import snapshot
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model
 from tests.proteins import structures
-from tests.support import code_of, save_model
+from tests.support import code_of
+from tests.tiny import model_of, save_model, trainer_of
 from tiny_openfold.proteins import coevolution, contacts, files, folding, maps, prediction
 from tiny_openfold.proteins.batches import RealProteins
 from tiny_openfold.proteins.relatives import Depth
 
-CPU = torch.device("cpu")
-SIZES = dict(num_blocks=2, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
 SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVGH"
 FLAGS = ["--resume", "m.pt", "--device", "cpu", "-o", "out"]
 CARD = dict(about="for tests", scores=[0.5, None])
-
-
-def a_model(seed=0, **fusion):
-    torch.manual_seed(seed)
-    model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**SIZES), tof.FusionConfig(**fusion)).eval()
-    for parameter in model.parameters():  # the last layers of residual branches begin at 0
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +35,10 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def model_file(tmp_path, monkeypatch):
-    model = a_model()
-    save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, CARD)
+    model = model_of(num_blocks=2)
+    for parameter in model.parameters():  # the last layers of residual branches begin at 0
+        torch.nn.init.normal_(parameter, std=0.3)
+    save_model(tmp_path / "m.pt", model, CARD)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "m.pt"
 
@@ -144,8 +137,7 @@ def test_with_a_structure_there_is_precision_beside_dca(tmp_path, model_file, ca
 
 def test_how_many_rows_the_model_saw_is_told(tmp_path, monkeypatch):
     alignment = an_alignment(tmp_path / "x.a3m")
-    model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**SIZES, coevolution="couplings"))
-    save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, {})
+    save_model(tmp_path / "m.pt", model_of(coevolution="couplings"), {})
     monkeypatch.chdir(tmp_path)
     assert run("--contacts", alignment, *FLAGS, "--eval-seqs", 5) == 0
     found = json.loads((tmp_path / "out" / "x.json").read_text())
@@ -341,9 +333,8 @@ def test_short_chains(tmp_path, model_file, capsys, sequence):
 def test_checkpoints_of_any_switches_serve_and_nothing_is_dropped(tmp_path):
     maps, alignment = [], an_alignment(tmp_path / "x.a3m")
     for number, fusion in enumerate(({}, dict(enable_projection_fusion=True, enable_flash_attention=False))):
-        settings = tof.PROGRAM.settings(**SIZES, **fusion, num_seqs=6, seq_len=16, batch_size=2, dropout=0.5)
-        trainer = tof.Trainer(tof.PROGRAM, settings, CPU)
-        trainer.step(tof.PROGRAM.data(settings).batch(0))
+        trainer = trainer_of(**fusion, dropout=0.5)
+        trainer.step(tof.PROGRAM.data(trainer.settings).batch(0))
         torch.save(snapshot(trainer), tmp_path / f"{number}.pt")
         saved = read_model(tmp_path / f"{number}.pt", tof.PROGRAM)
         assert run("--contacts", alignment, "--resume", tmp_path / f"{number}.pt", "--device", "cpu", "-o",

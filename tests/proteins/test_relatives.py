@@ -13,7 +13,8 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model
 from tests.proteins import structures
-from tests.support import require_shared, save_model
+from tests.support import require_shared
+from tests.tiny import flags_of, model_of, save_model
 from tiny_openfold.proteins import files, prediction, relatives
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, UNKNOWN
 from tiny_openfold.proteins.relatives import Depth, learned_from, local_scores, nearest, profile, relative
@@ -179,16 +180,12 @@ def test_halves_of_real_families_find_each_other():
 
 # --- The whole of --contacts ------------------------------------------------------------------------------
 
-SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
-
 
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prediction, "find_spec", lambda name: None)  # no picture
-    config = tof.TinyOpenFoldConfig(**SIZES)
-    save_model("m.pt", tof.PROGRAM, tof.TinyOpenFoldV2(config).state_dict(), config,
-               dict(trained_on=["z"], sequences=dict(z=[UBIQUITIN])))
+    save_model("m.pt", model_of(), dict(trained_on=["z"], sequences=dict(z=[UBIQUITIN])))
     (tmp_path / "x.a3m").write_text(f">q\n{UBIQUITIN}\n")
 
 
@@ -207,9 +204,8 @@ def test_a_tuned_model_knows_the_relatives_of_both_trainings(setup, tmp_path, ca
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "own.a3m").write_text(f">q\n{MYOGLOBIN}\n")
     structures.write_model(tmp_path / "mine" / "own.pdb", *structures.model(MYOGLOBIN))
-    sizes = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    usual = [*sizes, "--data", "mine", "--seq-len", "16", "--num-seqs", "1", "--batch-size", "1",
-             "--warmup-steps", "0", "--device", "cpu", "--save-checkpoint", "tuned.pt"]
+    usual = flags_of(data="mine", seq_len=16, num_seqs=1, batch_size=1, warmup_steps=0,
+                     save_checkpoint="tuned.pt")
     assert tof.main([*usual, "--num-steps", "1", "--init-from", "m.pt"]) == 0
     assert tof.main([*usual, "--num-steps", "2", "--resume", "tuned.pt"]) == 0
     (tmp_path / "y.a3m").write_text(f">other\n{MYOGLOBIN}\n")
