@@ -10,6 +10,7 @@ from fusion_lab.kernels import adamw
 from fusion_lab.kernels.precision import HALF
 from fusion_lab.training import checkpoints, recipe
 from fusion_lab.training.master_weights import KernelMasters, MasterWeights
+from tests import tiny
 from tiny_openfold.proteins.batches import SyntheticProteins
 
 pytestmark = pytest.mark.interpreted
@@ -141,10 +142,8 @@ def trainer_of(kernel, monkeypatch, **values):
     kind = partial(KernelMasters, wide=True) if kernel else MasterWeights
     with monkeypatch.context() as patch:
         patch.setattr(tof, "optimized_weights", lambda model, dtype, *_: kind(model, dtype))
-        return tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(
-            num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
-            seq_len=8, batch_size=1, use_amp=True, amp_dtype="float16", enable_master_weights=True,
-            dropout=0.0, device="cpu", lr_warmup_steps=2, num_steps=9, **values), torch.device("cpu"))
+        return tiny.trainer_of(use_amp=True, amp_dtype="float16", enable_master_weights=True,
+                               lr_warmup_steps=2, num_steps=9, **values)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

@@ -34,14 +34,6 @@ def test_tf32_is_on_where_the_gpu_has_it(monkeypatch):
     assert not precision.runs_in_tf32(SimpleNamespace(use_tf32=False), torch.device("cuda"))
 
 
-def test_widths_for_which_a_switch_has_kernels():
-    for width in range(1, 300):
-        for name in ("triangle", "relu"):
-            assert limits.switch_takes(f"enable_triton_{name}", width) is (width in (16, 32, 64, 128, 256))
-        assert limits.switch_takes("enable_triton_attention", width) is (width <= 128)
-        assert limits.switch_takes("enable_triton_outer_layout", width)
-
-
 def test_amds_architecture_goes_without_its_features(monkeypatch):
     properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)

@@ -106,6 +106,18 @@ def test_sums_of_a_gradient_are_rounded_once(dtype):
     assert ((ours.double() - exact).abs() <= allowed).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows, ours", [(2 * sums.SHARE, 1), (sums.SHARE + 1, 0)])
+def test_sums_over_rows_are_the_same_compiled(rows, ours, dtype):
+    """There in parts, whose sum is our operator's, where there are whole shares."""
+    x, graphs = torch.randint(-2, 3, (rows, 24)).to(dtype), []
+    torch._dynamo.reset()
+    compiled = torch.compile(sums.over_rows, backend=lambda graph, _: graphs.append(graph.graph) or graph)
+    assert torch.equal(sums.over_rows(x), x.float().sum(0).to(dtype))
+    assert torch.equal(sums.over_rows(x), compiled(x))
+    assert len(graphs[0].find_nodes(op="call_function", target=sums.OP)) == ours
+
+
 @pytest.mark.parametrize("number", [0, 6])  # 6: weights stay in shared memory
 def test_what_is_not_a_number_stays_so(number, monkeypatch):
     monkeypatch.setattr(tuner, "chosen", lambda kernel, shape, candidates: candidates[number])

@@ -51,21 +51,13 @@ def test_a_plan_is_what_switches_ask_for():
     assert Plan.of(tof.FusionConfig(enable_activation_checkpointing=True)) == Plan()
 
 
-def test_a_shape_without_a_kernel_runs_the_plain_code():
-    """As on a CPU, where nothing has one."""
-    msa, pair = inputs()
-    torch.manual_seed(0)
-    block, plain = block_of(), block_of(tof.FusionConfig())
-    plain.load_state_dict(block.state_dict())
-    assert all(map(torch.equal, block(msa, pair), plain(msa, pair)))
-
-
 @pytest.mark.parametrize("fusion", [ALL_TRITON, tof.FusionConfig(enable_selective_checkpointing=True)],
                          ids=["kernels", "recomputed"])
-def test_sub_layers_called_alone_return_their_update(fusion):
-    """With masks by place, by name or not at all."""
+def test_without_a_kernel_a_block_and_sub_layers_called_alone_compute_the_same(fusion):
+    """As on a CPU, where nothing has one. Alone they return their update; masks by place, by name or none."""
     (msa, pair), block, plain = inputs(), block_of(fusion), block_of(tof.FusionConfig())
     plain.load_state_dict(block.state_dict())
+    assert all(map(torch.equal, block(msa, pair), plain(msa, pair)))
     seq_mask, row_mask = torch.tensor([[1.0] * 6 + [0]]), torch.tensor([[1.0, 1, 1, 0, 0]])
     seq, row = dict(seq_mask=seq_mask), dict(row_mask=row_mask)
     for name, given, masks in (

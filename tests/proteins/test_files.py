@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 
-from fusion_lab.training.files import MISSING, UserError
 from tests.proteins.structures import (
     CODES,
     as_cif,
@@ -390,6 +389,3 @@ def test_strays_beside_whole_families_are_named_and_left_out(tmp_path):
 def test_without_gemmi_alignments_are_still_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "gemmi", None)
     assert read_alignment(data("nasty/globins4.sto")).shape == (4, 146)
-    with pytest.raises(UserError, match="pip install gemmi") as caught:
-        load_protein(data("pairs/1PTF_A.a3m"), data("pairs/1PTF_A.pdb"))
-    assert caught.value.code == MISSING

@@ -5,23 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.proteins.folds_at_hand import chain, chirality
+from tests.proteins.folds_at_hand import chain, chirality, turned
 from tests.support import require_shared
 from tiny_openfold.proteins import files
 from tiny_openfold.proteins import geometry as g
 from tiny_openfold.proteins.secondary import secondary_structure
 
-HELIX = math.radians(-57.8), math.radians(-47.0)
-STRAND = math.radians(-120.0), math.radians(130.0)
-
-
-def a_chain(angles, size=14):
-    return g.extended(*(torch.full((size,), angle, dtype=torch.float64) for angle in angles))
-
-
-def random_rotation(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return g.rotations(*torch.randn(2, 3, dtype=torch.float64, generator=generator))
+HELIX, STRAND = chain([(-57.8, -47)] * 14), chain([(-120, 130)] * 14)
 
 
 def angle(a, b, c):
@@ -31,8 +21,7 @@ def angle(a, b, c):
 
 def test_residues_have_the_textbooks_lengths_and_angles():
     """Engh and Huber (1991)."""
-    atoms = a_chain(STRAND)
-    n, ca, c, o, cb = atoms.unbind(1)
+    n, ca, c, o, cb = STRAND.unbind(1)
     for a, b, length in ((n, ca, 1.458), (ca, c, 1.525), (c, o, 1.231), (ca, cb, 1.530),
                          (c[:-1], n[1:], 1.329)):
         assert (a - b).norm(dim=-1).tolist() == pytest.approx([length] * len(a), abs=0.005)
@@ -65,13 +54,12 @@ def test_the_dihedral_angles_sign_is_iupacs():
 
 def test_residues_are_l_amino_acids_and_helices_right_handed():
     """CORN: seen from H, which is opposite of the others, CO, R and N go clockwise."""
-    atoms = a_chain(HELIX)
-    n, ca, c, o, cb = atoms.unbind(1)
+    n, ca, c, o, cb = HELIX.unbind(1)
     h = ca + g.unit(3 * ca - n - c - cb)
     eye = g.unit(h - ca)
     clockwise = (torch.linalg.cross(c - ca, cb - ca) * eye).sum(-1)
-    assert (clockwise < 0).all() and (chirality(atoms) > 2).all()
-    assert (chirality(atoms * torch.tensor([1, 1, -1])) < -2).all()
+    assert (clockwise < 0).all() and (chirality(HELIX) > 2).all()
+    assert (chirality(HELIX * torch.tensor([1, 1, -1])) < -2).all()
     step = ca[1:] - ca[:-1]
     assert ((torch.linalg.cross(step[:-2], step[1:-1]) * step[2:]).sum(-1) > 0).all()
     rise = (ca[11] - ca[0]).norm() / 11  # 1.5 Å a residue, and a hydrogen bond to the fourth
@@ -80,13 +68,9 @@ def test_residues_are_l_amino_acids_and_helices_right_handed():
 
 
 def test_frames_move_with_the_chain():
-    atoms, turn = a_chain(STRAND), random_rotation()
-    shift = torch.tensor([3.0, -5.0, 8.0], dtype=torch.float64)
-    rotation, place = g.frames_of(*(atoms[:, k] for k in range(3)))
-    assert (g.backbone(rotation, place)[:, :5] - atoms).abs().max() < 1e-5  # the last O too: it is made alike
-    moved = g.frames_of(*((atoms @ turn.T + shift)[:, k] for k in range(3)))
-    assert (moved[0] - turn @ rotation).abs().max() < 1e-9
-    assert (g.backbone(*moved) - (atoms @ turn.T + shift)).abs().max() < 1e-9
+    for atoms in (STRAND, turned(STRAND)):
+        found = g.backbone(*g.frames_of(*(atoms[:, k] for k in range(3))))
+        assert (found - atoms).abs().max() < 1e-5  # the last O too: it is made alike
 
 
 def test_rotations_are_rotations_and_their_gradients_true():
@@ -113,10 +97,9 @@ def test_strands_are_those_of_a_files_records():
 
 
 def test_a_helix_is_bonds_four_residues_apart():
-    backbone = chain([(-57, -47)] * 14)[:, :4].numpy()
+    backbone = HELIX[:, :4].numpy()
     assert secondary_structure("A" * 14, backbone) == "-HHHHHHHHHHHH-"
     assert secondary_structure("P" * 14, backbone) == 14 * "-"  # proline gives no bond
-    strand = chain([(-120, 130)] * 14)[:, :4].numpy()
-    assert secondary_structure("A" * 14, strand) == 14 * "-"  # it has no partner
+    assert secondary_structure("A" * 14, STRAND[:, :4].numpy()) == 14 * "-"  # it has no partner
     for size in (1, 2, 4):
         assert secondary_structure("A" * size, backbone[:size]) == size * "-"

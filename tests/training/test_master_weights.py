@@ -2,7 +2,6 @@
 import threading
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch import nn
 
@@ -27,15 +26,6 @@ def give(model, *gradients):
 
 def places(flat):
     return flat.nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize("sizes, starts, length", [
-    ((64,), [0], 64), ((65,), [0], 128), ((65, 3), [0, 128], 192), ((3,), [0], 64)])
-def test_every_weight_begins_at_a_multiple_of_64_elements(sizes, starts, length):
-    masters = MasterWeights(Weights(*sizes), torch.bfloat16)
-    assert masters.starts == starts and masters.flat.shape == masters.low.shape == (length,)
-    assert places(masters.flat) == [start + i for start, size in zip(starts, sizes, strict=True)
-                                    for i in range(size)]
 
 
 def test_masters_are_as_wide_as_the_weights_and_float32_at_least():

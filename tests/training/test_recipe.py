@@ -5,7 +5,6 @@ from torch import nn
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training import recipe
-from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.master_weights import MasterWeights, Weights
 from tests.tiny import trainer_of
 from tiny_openfold.proteins.batches import SyntheticProteins
@@ -55,13 +54,3 @@ def test_a_model_of_low_precision_sees_the_average_too():
     with average.swapped_in():
         assert model.weight.item() == 0
     assert model.weight.item() == 1
-
-
-def test_evaluations_are_without_dropout():
-    model = nn.Sequential(nn.Dropout(0.5))
-    for training in (True, False):
-        model.train(training)
-        with pytest.raises(KeyError), evaluating(model):
-            assert not model[0].training and not torch.is_grad_enabled()
-            raise KeyError
-        assert model[0].training is training
