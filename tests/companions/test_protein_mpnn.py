@@ -162,6 +162,7 @@ def test_an_evaluation_is_of_every_residue_held_out():
     """By a model that is right of even tokens, with probability 1/2, and else says the next one, with 1/4."""
     class Known(torch.nn.Module):
         def forward(self, S, **batch):
+            assert not torch.is_grad_enabled()
             odd = S[..., None] % 2
             return dict(log_probs=torch.where(F.one_hot(S, 21) == 1, -(1 + odd) * math.log(2), torch.where(
                 F.one_hot((S + odd[..., 0]) % 21, 21) == 1, 0.0, -9.0)))

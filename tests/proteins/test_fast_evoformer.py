@@ -7,6 +7,7 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import limits
+from fusion_lab.measuring import accuracy
 from tiny_openfold.proteins import fast_evoformer
 from tiny_openfold.proteins.fast_evoformer import Plan
 
@@ -56,6 +57,7 @@ def test_a_plan_is_what_switches_ask_for():
 def test_without_a_kernel_a_block_and_sub_layers_called_alone_compute_the_same(fusion):
     """As on a CPU, where nothing has one. Alone they return their update; masks by place, by name or none."""
     (msa, pair), block, plain = inputs(), block_of(fusion), block_of(tof.FusionConfig())
+    accuracy.shake(block)  # sub-layers begin with updates of 0
     plain.load_state_dict(block.state_dict())
     assert all(map(torch.equal, block(msa, pair), plain(msa, pair)))
     seq_mask, row_mask = torch.tensor([[1.0] * 6 + [0]]), torch.tensor([[1.0, 1, 1, 0, 0]])

@@ -54,15 +54,15 @@ def test_opm_fusion_is_idle_where_the_plain_order_runs(sizes, on_gpu):
     (dict(enable_triton_attention=True), dict(msa_dim=256, pair_dim=512, heads=1), "256 or 512"),
     (dict(enable_triton_attention=True, attention_backend="sdpa"), {}, "gives way"),
     (dict(enable_triton_outer_layout=True, enable_opm_fusion=True), dict(rows=15), "re-associated"),
-    (dict(enable_triton_outer_layout=True), dict(rows=15), ""),
+    (dict(enable_triton_outer_layout=True), dict(rows=15, side=12), ""),
     (dict(enable_triton_weight_gradients=True), {}, "torch.compile"),
     (dict(enable_triton_triangle=True), dict(gpu=False), "GPU")])
 def test_a_switch_that_does_nothing_is_named(switches, sizes, word, monkeypatch):
     monkeypatch.setattr(limits, "HAS_TRITON", True)
-    given = dict(pair_dim=128, msa_dim=48, heads=4, rows=16, amp=True, gpu=True) | sizes
+    given = dict(pair_dim=128, msa_dim=48, heads=4, side=32, rows=16, amp=True, gpu=True) | sizes
     heads = given["heads"]
     model = tof.TinyOpenFoldConfig(msa_dim=given["msa_dim"], pair_dim=given["pair_dim"], msa_heads=heads,
-                                   pair_heads=heads, num_seqs=given["rows"])
+                                   pair_heads=heads, outer_product_dim=given["side"], num_seqs=given["rows"])
     chosen = dict(use_amp=given["amp"], batch_size=1, enable_opm_fusion=False) | switches
     found = replace(tof.PROGRAM.settings(**chosen), model=model).idle(given["gpu"])
     assert len(found) == bool(word) and word in "".join(found)
