@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 
 import pytest
 
@@ -90,19 +89,6 @@ def pytest_sessionfinish(session):
             if code == 0 and file.read() != "0":  # it has ended within a test
                 code = pytest.ExitCode.INTERNAL_ERROR
         session.exitstatus = code if session.exitstatus in (0, nothing) else session.exitstatus
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Where the time went, by folder: beside what --durations says of single tests."""
-    seconds = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if hasattr(report, "duration"):
-                seconds[report.nodeid.partition("::")[0].rpartition("/")[0]] += report.duration
-    if terminalreporter.config.getoption("durations"):
-        terminalreporter.section("seconds by folder")
-        for folder, took in seconds.most_common():
-            terminalreporter.line(f"{took:8.1f} {folder}")
 
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

@@ -49,11 +49,11 @@ def gone(pid):
         return True
 
 
-def run_program(program, *args, cwd=None, env=None):
+def run_program(program, *args, cwd=None, env=None, patience=PATIENCE):
     """Run a program or script of this project as a user does; returns CompletedProcess with text output."""
     command = [*[sys.executable] * str(program).endswith(".py"), str(ROOT / program), *map(str, args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **(env or {})}
-    return subprocess.run(command, cwd=cwd, env=environment, timeout=PATIENCE, capture_output=True, text=True,
+    return subprocess.run(command, cwd=cwd, env=environment, timeout=patience, capture_output=True, text=True,
                           check=False)
 
 

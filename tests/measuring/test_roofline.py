@@ -65,6 +65,12 @@ def test_the_table_as_cells(three):
     assert roofline.roofline_rows([row])[1][1:3] == ["2.50", "1.5"]
 
 
+def test_a_program_without_formulas_has_counted_flops_and_no_bound():
+    """As flops_by_sublayer has them above, for two layers."""
+    up = roofline.roofline_table(SECOND, settings(), SPEEDS, dict(up=0.5))[0]
+    assert (up["name"], up["flops"], up["minimal_bytes"], up["measured_s"]) == ("up", 6 * 1536, None, 0.5)
+
+
 FEW_ROWS = dict(num_blocks=1, num_seqs=3, seq_len=13, batch_size=1, msa_dim=8, outer_product_dim=6)
 
 

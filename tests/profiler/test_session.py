@@ -14,7 +14,6 @@ from fusion_lab.profiler import report
 from fusion_lab.profiler.session import ablation_names, run_session
 from fusion_lab.training.files import UserError, exit_code
 from run_pytorch_profiler import run
-from tests.second_program import PROGRAM as SECOND
 from tests.support import code_of, last_json, run_program
 
 CPU = torch.device("cpu")
@@ -134,19 +133,6 @@ def test_an_ablation_has_every_fusion_alone_and_left_out():
     names, usual = ablation_names(PROGRAM), PROGRAM.fusion_config()
     on = [name for name in usual.names() if getattr(usual, name)]
     assert len({fusion_named(name, usual) for name in names}) == 3 + 2 * len(on)
-
-
-@pytest.mark.slow
-def test_sub_layers_and_switches_that_nobody_told_the_lab_about_walk_through_a_session(tmp_path, capsys):
-    settings = SECOND.settings(width=8, depth=2, batch_size=3, device="cpu", num_steps=5, profile_steps=2)
-    found = run_session(SECOND, settings, str(tmp_path), tof.train, roofline=True)
-    row = next(row for row in found["roofline"] if row["name"] == "up")
-    assert row["flops"] == 3 * 2 * 2 * 3 * 8 * 32  # of both layers; counted as a formula would
-    assert row["minimal_bytes"] is None and row["note"] and row["measured_s"] > 0
-    assert found["flops_share"]["up"] > 0 and found["fusion_config"]["enable_fused_relu"]
-    text = (tmp_path / report.REPORT).read_text()
-    assert "| up | " in text and "fused_relu" in text.split("; on: ")[1].splitlines()[0]
-    assert {"only-fused-relu", "without-fused-relu"} <= {*ablation_names(SECOND)}
 
 
 # Command line

@@ -131,28 +131,19 @@ def test_a_rung_that_fails_is_a_row_with_its_reason():
     assert "--batch-size" in rung.finish()["failed"]
 
 
-def test_rungs_for_which_memory_was_short_begin_again_without_the_others(monkeypatch):
-    """A machine that holds five units; a rung takes as many as its name says."""
+def test_rungs_for_which_memory_was_short_begin_again_alone(monkeypatch):
+    """Of three, 2 is short beside others and 9 always; each try has a row of its own number."""
     import measure_ladder
-    alive = []
+    tries = []
 
-    class Rung:
-        def __init__(self, name, steps):
-            self.name = name
-            alive.append(self)
-            self.short = sum(int(rung.name) for rung in alive if not getattr(rung, "short", False)) > 5
-
-        def wait_until_ready(self):
-            pass
-
-        def finish(self):
-            alive.remove(self)
-            return dict(name=self.name, out_of_memory=self.short)
-    monkeypatch.setattr(measure_ladder, "Rung", Rung)
-    rows = list(measure_ladder.measured([("1",), ("2",), ("3",), ("9",), ("4",)], 2))
-    assert [(row["name"], row["out_of_memory"]) for row in rows] == [
-        ("1", False), ("2", False), ("3", False), ("9", True), ("4", False)]
-    assert not alive
+    def rung(name, steps):
+        tries.append(name)
+        row = dict(name=name, number=len(tries), out_of_memory=name == 9 or name == 2 and len(tries) < 4)
+        return types.SimpleNamespace(wait_until_ready=lambda: None, finish=lambda: row)
+    monkeypatch.setattr(measure_ladder, "Rung", rung)
+    rows = list(measure_ladder.measured([(1,), (2,), (9,)], 2))
+    assert [(row["name"], row["number"], row["out_of_memory"]) for row in rows] == [
+        (1, 1, False), (2, 4, False), (9, 5, True)]
 
 
 @pytest.mark.slow

@@ -5,15 +5,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import accuracy, compare
-from fusion_lab.measuring import probe as probing
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.comparison_table import compare_fusion
 from fusion_lab.measuring.variants import make_variants
@@ -21,12 +18,6 @@ from tests.support import PATIENCE, ROOT, last_json, run_program
 from tests.tiny import CPU, TINY, flags_of
 
 FLAGS, SETTINGS = flags_of(), tof.PROGRAM.settings(**TINY)
-
-
-def candidate_of(variant, **values):
-    candidate = compare.Candidate(variant)
-    candidate.__dict__.update(values)
-    return candidate
 
 
 def test_dropout_draws_alike_for_all_variants():
@@ -37,40 +28,12 @@ def test_dropout_draws_alike_for_all_variants():
         accuracy.shake(trainer.model)
         weights = weights or {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
         trainer.model.load_state_dict(weights)
-        candidate = candidate_of(variant, trainer=trainer, timer=PhaseTimer(CPU))
+        candidate = compare.Candidate(variant)
+        candidate.trainer, candidate.timer = trainer, PhaseTimer(CPU)
         torch.manual_seed(len(losses))  # the generator may stand anywhere
         candidate.take_turn(1, batch)
         losses += candidate.losses
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-def test_a_round_that_a_signal_cut_short_counts_for_nobody():
-    baseline, fused = (
-        candidate_of(variant, counts=probing.Findings({}, 1), losses=losses, timer=SimpleNamespace(
-            seconds=lambda steps=steps: np.ones((steps, 3))))
-        for variant, steps, losses in zip(make_variants(SETTINGS, "fused", False), (2, 3),
-                                          ([5.0, 4.5], [5.0, 4.0, 3.0]), strict=True))
-    row = fused.row(baseline)
-    assert (len(row.step_times), row.final_loss) == (2, 4.0)
-
-
-def test_so_many_rounds_as_were_asked_for_however_long_they_take(monkeypatch):
-    monkeypatch.setattr(compare.time, "monotonic", iter(range(0, 10 ** 6, 1000)).__next__)
-    one = SimpleNamespace(name="one", reason=None, take_turn=lambda number, batch: None)
-    assert compare.alternate([one], [None], 9, SimpleNamespace(signal=None)) == "9 rounds"
-
-
-@pytest.mark.parametrize("names", ["al", "only-opm"])
-def test_a_wrong_name_moves_no_earlier_results(names, tmp_path, capsys):
-    (tmp_path / "earlier").touch()
-    flags = ["--compare-fusion", "--variants", names, "--profile-dir", str(tmp_path), "--force"]
-    try:
-        code = tof.main([*FLAGS, *flags])
-    except SystemExit as error:
-        code = error.code
-    error = capsys.readouterr().err
-    assert code == 2 and "--variants" in error and error.count("\n") == 1
-    assert os.listdir(tmp_path) == ["earlier"]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")

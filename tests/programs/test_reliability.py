@@ -36,12 +36,13 @@ def begun(program, *flags, directory, **modules):
 
 
 @pytest.mark.parametrize("program, flags, code, words", [
-    (TRAINER, ["--batchsize", "3"], 2, "--batchsize"), (TRAINER, ["--seq-len", "0"], 2, "--seq-len"),
-    (TRAINER, ["--compare-fusion", "--variants", "foo"], 2, "--variants"),
-    (TRAINER, ["query.a3m"], 2, "--contacts"), (TRAINER, ["--help"], 0, "--demo"),
-    (SECOND, ["--width", "0"], 2, "--width")])
-def test_flags_are_judged_before_torch_is_imported(program, flags, code, words, tmp_path):
-    done = begun(program, *flags, torch="raise SystemExit('torch was imported')", directory=tmp_path)
+    (TRAINER, "--batchsize 3", 2, "--batchsize"), (TRAINER, "--seq-len 0", 2, "--seq-len"),
+    (TRAINER, "--compare-fusion --variants foo", 2, "--variants"), (TRAINER, "query.a3m", 2, "--contacts"),
+    (TRAINER, "--contacts nofile", 2, "nofile"), (TRAINER, "--resume nofile", 2, "nofile"),
+    (TRAINER, "--compare-with-v1 nofile", 2, "nofile"), (TRAINER, "--device gpu", 2, "gpu"),
+    (TRAINER, "--help", 0, "--demo"), (SECOND, "--width 0", 2, "--width")])
+def test_flags_names_and_paths_are_judged_before_torch_is_imported(program, flags, code, words, tmp_path):
+    done = begun(program, *flags.split(), torch="raise SystemExit('torch was imported')", directory=tmp_path)
     assert done.returncode == code and words in done.stdout + done.stderr, done.stderr
     assert code == 0 or done.stderr.count("\n") == 1 and done.stdout == ""
 

@@ -51,23 +51,11 @@ def test_make_completes_an_environment_of_its_own_where_none_has_torch(clone, tm
     assert make(clone, "train").returncode == 2
 
 
-def without_packages(*words):
-    """Python that sees no installed package, with these words."""
-    return subprocess.run([sys.executable, "-S", *words], cwd=ROOT, capture_output=True, text=True,
-                          timeout=PATIENCE, check=False)
-
-
-@pytest.mark.parametrize("words", ["--contacts nofile", "--resume nofile", "--compare-with-v1 nofile",
-                                   "x.a3m", "--device gpu", "--compare-fusion --variants foo"])
-def test_names_and_paths_are_judged_before_torch_is_imported(words):
-    done = without_packages("tiny_openfold_v2.py", *words.split())
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and words.split()[-1] in done.stderr
-
-
 @pytest.mark.parametrize("program", ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "benchmarks/peers.py",
                                      "launch_performance_study.py", "companions/fusion_patterns.py"])
 def test_a_python_without_torch_is_told_what_to_install(program):
-    done = without_packages(program, "--seed", "3")
+    done = subprocess.run([sys.executable, "-S", program, "--seed", "3"], cwd=ROOT, capture_output=True,
+                          text=True, timeout=PATIENCE, check=False)  # -S: it sees no installed package
     assert done.returncode == 3 and done.stderr.count("\n") == 1 and "lacks torch" in done.stderr
 
 

@@ -35,12 +35,6 @@ def test_training_run_as_a_subprocess(tmp_path):
     assert [line.split(" | ")[0] for line in steps] == ["Step   5/12", "Step  10/12", "Step  12/12"]
     summary = last_json(result)
     assert json.loads((tmp_path / "pytorch_profiles_v2/performance_summary_v2.json").read_text()) == summary
-    performance = summary["performance_summary"]
-    assert performance["total_samples"] == 24 and performance["launch_kind"] == "cpu_ops"
-    assert all(performance[key] > 0 for key in (
-        "avg_training_speed", "median_batch_time", "peak_memory_mb", "saved_activation_mb",
-        "launches_per_step", "flops_per_step"))
-    assert performance["p20_batch_time"] <= performance["median_batch_time"] <= performance["p80_batch_time"]
     assert len(summary["evaluation"]["final"]["held_out"]) == 16
 
 

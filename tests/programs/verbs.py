@@ -1,5 +1,4 @@
 """What a verb is (commands that a user types, and what must come of them), how it runs, and the judge."""
-import contextlib
 import glob
 import json
 import math
@@ -7,17 +6,13 @@ import os
 import pathlib
 import re
 import shlex
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 
-from tests.support import ROOT
+from tests.support import last_json, run_program
 
 # A warning of Python, of torch's logging ("W1124 17:31:39.123000 81 torch/...") or of C++ ("[W1124 ...]").
 WARNING = re.compile(r"Warning:|warnings\.warn|^(\[rank\d+\]:)?\[?[WE]\d{4} \d\d:")
-ALLOWED_WARNINGS = ()  # regular expressions, each with the reason why nothing can be done about it
 # Where output says that something else ran than was asked for, or nothing.
 REMARK = re.compile(r"fall\w*[ -]?back|fell back|not measured|not used here|gives? way|could not|unavailable|"
                     r"not available|skipp(ed|ing)|no gpu", re.I)
@@ -65,63 +60,36 @@ class Verb:
 @dataclass
 class Run:
     """What came of a verb. results: parsed JSON."""
-    codes: list
-    stdout: str
-    stderr: str
+    codes: list = field(default_factory=list)
+    stdout: str = ""
+    stderr: str = ""
     results: list = field(default_factory=list)
     trouble: str | None = None  # why one is not there
 
 
-def command_line(text):
-    """The words that start it; text is what a user types, but for "python"."""
-    program, *words = shlex.split(text)
-    start = [] if program.endswith(".sh") else [sys.executable]
-    return [*start, str(ROOT / program), *words]
-
-
 def perform(verb, directory):
-    """Run a verb; returns Run. Whatever outlives its time is killed, with all that it started."""
-    started, codes, outputs = time.monotonic(), [], []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1",
-                   **{name: value.replace("{here}", str(directory)) for name, value in verb.environment}}
+    """Run a verb; returns Run. What takes longer than it may raises subprocess.TimeoutExpired."""
+    environment = {name: value.replace("{here}", str(directory)) for name, value in verb.environment}
+    run, outputs, end = Run(), [], time.monotonic() + verb.seconds
     if verb.prepare:
         verb.prepare(directory)
     for text in verb.commands:
-        process = subprocess.Popen(command_line(text), cwd=directory, env=environment, text=True,
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                   start_new_session=True)
-        try:
-            outputs.append(process.communicate(timeout=max(1, started + verb.seconds - time.monotonic())))
-            codes.append(process.returncode)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            outputs.append(process.communicate())
-            codes.append(f"none after {verb.seconds} s")
-        if codes[-1] != 0:
+        done = run_program(*shlex.split(text), cwd=directory, env=environment,
+                           patience=max(1, end - time.monotonic()))
+        run.codes.append(done.returncode)
+        run.stdout += done.stdout
+        run.stderr += done.stderr
+        outputs.append(done.stdout)
+        if done.returncode != 0:
             break
-    stdout, stderr = ("".join(parts) for parts in zip(*outputs, strict=True))
-    run = Run(codes, stdout, stderr)
     try:
         if verb.result:
-            run.results.append(read(the_file(directory, verb.result)))
-        for output, _ in () if verb.result else outputs:
-            run.results.append(result_of(output))
-    except (OSError, ValueError, IndexError, TypeError) as error:
+            run.results = [read(the_file(directory, verb.result))]
+        else:  # below its JSON --validate-setup says in words how it ended
+            run.results = [last_json(output[:output.rindex("}") + 1]) for output in outputs]
+    except (OSError, ValueError, AssertionError) as error:
         run.trouble = f"no result: {type(error).__name__}: {error}"
     return run
-
-
-def result_of(stdout):
-    """The JSON that a command ends with, or the file that it names; raises where there is none. The file of a
-    comparison also has the rows that were not measured."""
-    line = [line for line in stdout.strip().splitlines() if line.startswith("{")][-1]
-    headline = json.loads(line)
-    if path := headline.get("summary_file"):
-        if len(line.encode()) > 1024:
-            raise ValueError(f"the last line has {len(line.encode())} bytes")
-        return read(path)
-    return headline
 
 
 def read(path):
@@ -155,10 +123,6 @@ def walk(value, path=()):
         yield path, value
 
 
-def allowed(text, patterns):
-    return any(re.search(pattern, text) for pattern in patterns)
-
-
 def in_output(verb, run):
     """Complaints about exit codes and about what was printed."""
     if run.codes != [0] * len(verb.commands):
@@ -166,9 +130,10 @@ def in_output(verb, run):
     for line in (run.stdout + "\n" + run.stderr).splitlines():
         if "Traceback (most recent call last)" in line:
             yield "a traceback"
-        if WARNING.search(line) and not allowed(line, ALLOWED_WARNINGS):
+        if WARNING.search(line):
             yield f"a warning: {line.strip()[:300]}"
-        elif REMARK.search(line) and not line.startswith("{") and not allowed(line, verb.expected):
+        elif REMARK.search(line) and not line.startswith("{") and not any(
+                re.search(pattern, line) for pattern in verb.expected):
             yield f"not expected: {line.strip()[:300]}"
 
 
