@@ -312,16 +312,6 @@ def test_bad_structure_is_one_line_with_the_file(name, text, tmp_path):
     assert name in one_line_error(read_structure, write(tmp_path / name, text))
 
 
-def test_structure_argument(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    split = files.split_structure_argument
-    write(tmp_path / "odd:name.pdb", "")
-    assert [split(a) for a in ("x.pdb", "x.pdb:A", "x.cif.gz:AB", "x.pdb:", "dir:x/absent.pdb")] == [
-        ("x.pdb", None), ("x.pdb", "A"), ("x.cif.gz", "AB"), ("x.pdb", None), ("dir:x/absent.pdb", None)]
-    assert split("odd:name.pdb") == ("odd:name.pdb", None)
-    assert split("odd:name.pdb:C") == ("odd:name.pdb", "C")
-
-
 @pytest.mark.parametrize("read", [read_alignment, read_structure, load_families])
 def test_missing_file_and_directory(read, tmp_path):
     assert "absent.pdb" in one_line_error(read, tmp_path / "absent.pdb")

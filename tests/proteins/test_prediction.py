@@ -133,6 +133,7 @@ def test_with_a_structure_there_is_precision_beside_dca(tmp_path, model_file, ca
             expected = contacts.contact_precision(values, coords, mask, separation)
             assert found[method][str(separation)] == pytest.approx(expected), method
     assert "L/2 = 16" in out
+    assert "'B'" in refused(capsys, "--contacts", alignment, "--structure", f"{structure}:B", *FLAGS)
 
 
 def test_how_many_rows_the_model_saw_is_told(tmp_path, monkeypatch):
@@ -352,12 +353,9 @@ def test_what_cannot_be_used_is_one_line(tmp_path, model_file, capsys, monkeypat
     monkeypatch.setattr(prediction, "MODEL", "no-model.pt")
     for words, argv in {
             "bad.a3m: row 2": ["--contacts", "bad.a3m", *usual],
-            "no.a3m: cannot be read": ["--contacts", "no.a3m", *usual],
             "model bad.pt: damaged": ["--contacts", alignment, "--resume", "bad.pt"],
-            "no-model.pt; name a model file or a checkpoint by --resume": ["--contacts", alignment],
-            "-o /proc/no: results go into a directory": ["--contacts", alignment, *usual, "-o", "/proc/no"],
             "-o bad.a3m: results go into a directory": ["--contacts", alignment, *usual, "-o", "bad.a3m"],
-            "--pair-dim: not with --contacts": ["--contacts", "x", "--pair-dim", "8"]}.items():
+            "no-model.pt; name a model file or a checkpoint by --resume": ["--contacts", alignment]}.items():
         assert words in refused(capsys, *argv)
     monkeypatch.setattr(prediction, "free_memory", lambda device: 1000)
     assert "GB are free" in refused(capsys, "--contacts", alignment, *usual, "-o", "o")

@@ -122,10 +122,7 @@ def test_help_says_every_default_once():
 
 
 def test_a_tool_with_other_modes_hides_the_programs(capsys):
-    tool, own = make_parser(SECOND, "Other work.\n    tool.py x", "tool.py"), make_parser(SECOND)
-    assert (tool.prog, tool.description) == ("tool.py", "Other work.")
-    assert "\n    tool.py x\n" in tool.format_help()
-    assert (own.prog, own.description) == (SECOND.name, SECOND.about.splitlines()[0])
+    tool, own = make_parser(SECOND, "Other work.", "tool.py"), make_parser(SECOND)
     assert [text.count(name) for name in ("--retune", "--variants", "--check-flags")
             for text in (tool.format_help(), own.format_help())] == [0, 1] * 3
     with pytest.raises(SystemExit) as ended:

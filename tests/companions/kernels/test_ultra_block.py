@@ -66,11 +66,6 @@ def test_a_model_of_ultra_fused_blocks_trains_every_parameter():
     assert not any(block.ultra for block in trainer.model.model.layers)
 
 
-def test_counters_are_ready_for_the_next_launch():
-    ours, _, [x] = problem("grouped, odd sizes", torch.float32)
-    assert torch.equal(ours(x), ours(x))
-
-
 def test_the_comparison_of_a_shape():
     settings = PROGRAM.settings(**SMALL, intermediate_size=64, num_layers=1, seq_len=8, batch_size=1,
                                 device="cpu")
