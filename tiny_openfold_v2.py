@@ -78,7 +78,7 @@ class FusionConfig(TritonSwitches):
                                      acts_on=("outer_product",))
     enable_projection_fusion: bool = option(False, "more in one GEMM: gates with Q, K, V and with left, "
                                             "right; gradients of embeddings", preset=True,
-                                            acts_on=("msa_row", "msa_column", "triangle"))
+                                            acts_on=("msa_row", "msa_column", "outer_product", "triangle"))
     enable_transition_fusion: bool = option(False, "bias and ReLU of transitions within their GEMM",
                                             preset=True, acts_on=("msa_transition", "pair_transition"))
     enable_activation_checkpointing: bool = option(False, "recompute whole blocks in backward")
