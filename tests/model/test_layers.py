@@ -9,15 +9,10 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.models import read_model
 from tests.support import ROOT
-from tests.tiny import trainer_of
+from tests.tiny import model_of, trainer_of
 from tiny_openfold.proteins.costs import costs
 
 MEAN_CENTRE, FIRST_CENTRE, STEP = 12.0, 2.15625, 0.3125  # Å, of the 64 bins
-
-
-def model_of(*fusion, **sizes):
-    small = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
-    return tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**small | sizes), *fusion)
 
 
 # --- Embedding -----------------------------------------------------------------------------------------
@@ -126,8 +121,7 @@ def test_true_distances_fall_into_the_bin_whose_upper_end_they_reach():
     ("couplings", tof.FusionConfig(), 1e-2)])  # these in float32
 def test_padding_changes_nothing_valid(coevolution, fusion, near):
     """Two residues and one row too many, full of garbage, against the same sample without them."""
-    torch.manual_seed(0)
-    model = model_of(fusion, num_blocks=2, coevolution=coevolution).double()
+    model = model_of(**vars(fusion), num_blocks=2, coevolution=coevolution).double()
     tof.accuracy.shake(model)
     tokens, coords = torch.randint(0, 20, (1, 4, 8)), 5 * torch.randn(1, 8, 3).double()
     seq_mask, row_mask = torch.tensor([[1.0] * 6 + [0] * 2]), torch.tensor([[True] * 3 + [False]])
@@ -189,9 +183,8 @@ def test_initial_weights():
 
 
 def test_the_seed_alone_decides_the_weights():
-    torch.manual_seed(42)
     expected = model_of().state_dict()
-    for seed, equal in ((42, True), (43, False)):
+    for seed, equal in ((0, True), (1, False)):
         found = trainer_of(seed=seed).model.state_dict()
         assert all(torch.equal(found[name], expected[name]) for name in expected) == equal
 

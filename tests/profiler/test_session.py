@@ -15,16 +15,16 @@ from fusion_lab.profiler.session import ablation_names, run_session
 from fusion_lab.training.files import UserError, exit_code
 from run_pytorch_profiler import run
 from tests.support import code_of, last_json, run_program
+from tests.tiny import flags_of, settings_of
 
 CPU = torch.device("cpu")
 PROGRAM = tof.PROGRAM
-SIZES = dict(num_blocks=1, num_seqs=8, seq_len=24, msa_dim=16, pair_dim=16, outer_product_dim=4, batch_size=2,
-             warmup_steps=1, device="cpu")
-FLAGS = [word for name, value in SIZES.items() for word in ("--" + name.replace("_", "-"), value)]
+SIZES = dict(num_seqs=8, seq_len=24, msa_dim=16, pair_dim=16)
+FLAGS = flags_of(**SIZES)
 
 
 def given(fused=True, **values):
-    settings = PROGRAM.settings(**SIZES)
+    settings = settings_of(**SIZES)
     fusion = PROGRAM.fusion_config() if fused else PROGRAM.fusion_config.preset(False)
     return with_fusion(settings, fusion).having(**values)
 
@@ -117,7 +117,7 @@ def test_a_session_that_a_signal_ended_has_a_report_of_what_there_is_and_the_sig
 
 @pytest.mark.slow
 def test_an_ablation_is_a_comparison_and_a_session_of_each_row(tmp_path, capsys):
-    assert run([*map(str, FLAGS), "--num-steps", "2", "--profile-dir", str(tmp_path), "--compare-v1"]) == 0
+    assert run([*FLAGS, "--num-steps", "2", "--profile-dir", str(tmp_path), "--compare-v1"]) == 0
     result, last = last_json(out := capsys.readouterr().out), json.loads(out.splitlines()[-1])
     assert last["variants"] == [dict(name=row["name"], speedup=row["speedup"]) for row in result["variants"]]
     assert [row["name"] for row in result["variants"]] == list(result["folders"]) == ["baseline", "given"]
