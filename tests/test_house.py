@@ -188,6 +188,7 @@ def test_a_checkpoint_crosses_settings(program, tmp_path):
     settings = small(program)
     trainer = program.trainer(program, settings, CPU)
     batches = [program.data(settings).batch(step) for step in range(2)]
+    accuracy.shake(trainer.model)
     trainer.step(batches[0])
     torch.save(snapshot(trainer), tmp_path / "saved.pt")
     expected = trainer.step(batches[1]).item()
