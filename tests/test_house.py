@@ -25,7 +25,7 @@ PROGRAMS = {"tiny_openfold_v2.py": dict(msa_dim=16, pair_dim=16, msa_heads=2, pa
             "companions/tiny_llama.py": dict(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
                                              num_kv_heads=1, seq_len=16, data=str(ROOT / "README.md"))}
 LARGER = {"tests/second_program.py": dict(width=512, batch_size=512),  # for a session
-          "companions/protein_mpnn.py": dict(hidden_dim=128, num_layers=2, neighbors=32, seq_len=64),
+          "companions/protein_mpnn.py": dict(hidden_dim=128, num_layers=2, neighbors=32, seq_len=32),
           "companions/tiny_llama.py": dict(hidden_size=512, intermediate_size=1024, num_layers=2, seq_len=64)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
@@ -230,8 +230,9 @@ def test_a_profiler_session_attributes_most_of_forward_to_sublayers(file, tmp_pa
     """The Evoformer's sessions: tests/profiler/test_session.py."""
     program, sizes = load_program(ROOT / file), dict(batch_size=4) | PROGRAMS[file] | LARGER[file]
     flags = [word for name, value in sizes.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    session = ["--warmup-steps", "1", "--profile-steps", "3", "--profile-dir", str(tmp_path / "p")]
-    assert run_pytorch_profiler.run(["--program", program.file, *flags, "--device", "cpu", *session]) == 0
+    session = "--num-steps 6 --warmup-steps 1 --profile-steps 3 --profile-dir".split()
+    assert run_pytorch_profiler.run(["--program", program.file, *flags, "--device", "cpu", *session,
+                                     str(tmp_path / "p")]) == 0
     entries = last_json(capsys.readouterr().out)["sublayers"]
     assert {entry["name"] for entry in entries} == {*program.model.SUBLAYERS, "rest"}
     forward = [(entry["total_us"], entry["name"]) for entry in entries if entry["direction"] == "forward"]
