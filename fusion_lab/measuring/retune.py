@@ -43,7 +43,8 @@ def retune(program, settings):
     for kernel, chosen in sorted(found.items()):
         print(f"{kernel:44s} {', '.join(f'{key} {value}' for key, value in chosen.items())}")
     path = os.path.join(settings.profiler.profile_dir, program.result("tiles"))
-    write_json(path, dict(gpu=tuner.gpu(), tiles=found, cache=str(cache)))
+    headline = dict(mode="retune", kernels=len(found))
+    write_json(path, dict(headline, gpu=tuner.gpu(), tiles=found, cache=str(cache)))
     print(f"Kept in {cache}")
-    print_result(dict(mode="retune", kernels=len(found)), path, settings)
+    print_result(headline, path, settings)
     return 0
