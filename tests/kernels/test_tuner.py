@@ -17,6 +17,7 @@ from fusion_lab.kernels import tuner
 from fusion_lab.kernels.calls import Call
 from fusion_lab.measuring import retune
 from fusion_lab.training.files import UserError
+from tests.support import last_json
 
 FIRST, SECOND = dict(BM=64, num_warps=4), dict(BM=128, num_warps=8)
 
@@ -207,10 +208,8 @@ def test_retune_runs_one_step_and_keeps_what_wins(tmp_path, monkeypatch, capsys)
         batch=lambda number: number))
     assert retune.retune(program, ultra(tmp_path)) == 0
     tiles = {"up0 bfloat16 L64": SECOND}
-    result = json.loads((tmp_path / "tiles_v2.json").read_text())
-    assert result == dict(gpu="sm_90", tiles=tiles, cache=str(tmp_path / "cache.json"))
-    headline = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (headline["mode"], headline["kernels"]) == ("retune", 1)
+    assert last_json(capsys.readouterr().out) == dict(
+        mode="retune", kernels=1, gpu="sm_90", tiles=tiles, cache=str(tmp_path / "cache.json"))
     assert json.loads((tmp_path / "cache.json").read_text()) == tiles
     Trainer.step = lambda self, batch: None
     with pytest.raises(UserError, match="no Triton kernel ran"):
