@@ -53,8 +53,15 @@ def run_program(program, *args, cwd=None, env=None, patience=PATIENCE):
     """Run a program or script of this project as a user does; returns CompletedProcess with text output."""
     command = [*[sys.executable] * str(program).endswith(".py"), str(ROOT / program), *map(str, args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **(env or {})}
-    return subprocess.run(command, cwd=cwd, env=environment, timeout=patience, capture_output=True, text=True,
-                          check=False)
+    process = subprocess.Popen(command, cwd=cwd, env=environment, text=True, start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        outputs = process.communicate(timeout=patience)
+    except BaseException:  # what it has started would keep a GPU or a core from the next test
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, *outputs)
 
 
 def code_of(main, *argv):
@@ -85,6 +92,7 @@ def contains(whole, part):
     """Whether part says nothing that whole does not say in the same place."""
     if isinstance(part, dict):
         return all(key in whole and contains(whole[key], value) for key, value in part.items())
-    if isinstance(part, list):
-        return all(any(contains(a, b) for a in whole) for b in part)
+    if isinstance(part, list):  # in the same order, but some may be left out
+        rest = iter(whole)
+        return all(any(contains(a, b) for a in rest) for b in part)
     return whole == part or isinstance(part, str) and whole.startswith(part)

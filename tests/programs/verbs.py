@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shlex
+import subprocess
 import time
 from dataclasses import dataclass, field
 
@@ -68,14 +69,18 @@ class Run:
 
 
 def perform(verb, directory):
-    """Run a verb; returns Run. What takes longer than it may raises subprocess.TimeoutExpired."""
+    """Run a verb; returns Run. Whatever outlives its time is killed, with all that it started."""
     environment = {name: value.replace("{here}", str(directory)) for name, value in verb.environment}
     run, outputs, end = Run(), [], time.monotonic() + verb.seconds
     if verb.prepare:
         verb.prepare(directory)
     for text in verb.commands:
-        done = run_program(*shlex.split(text), cwd=directory, env=environment,
-                           patience=max(1, end - time.monotonic()))
+        try:
+            done = run_program(*shlex.split(text), cwd=directory, env=environment,
+                               patience=max(1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            run.trouble = f"not done after {verb.seconds} s: {text}"
+            return run
         run.codes.append(done.returncode)
         run.stdout += done.stdout
         run.stderr += done.stderr
@@ -87,7 +92,7 @@ def perform(verb, directory):
             run.results = [read(the_file(directory, verb.result))]
         else:  # below its JSON --validate-setup says in words how it ended
             run.results = [last_json(output[:output.rindex("}") + 1]) for output in outputs]
-    except (OSError, ValueError, AssertionError) as error:
+    except (OSError, ValueError, KeyError, AssertionError) as error:
         run.trouble = f"no result: {type(error).__name__}: {error}"
     return run
 

@@ -35,7 +35,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def model_file(tmp_path, monkeypatch):
-    model = model_of(num_blocks=2)
+    model = model_of(num_blocks=2, dropout=0.5)  # of which predictions must see nothing
     for parameter in model.parameters():  # the last layers of residual branches begin at 0
         torch.nn.init.normal_(parameter, std=0.3)
     save_model(tmp_path / "m.pt", model, CARD)
@@ -331,10 +331,18 @@ def test_short_chains(tmp_path, model_file, capsys, sequence):
     assert ("No two residues are 6 apart" in capsys.readouterr().out) is (len(sequence) < 7)
 
 
-def test_checkpoints_of_any_switches_serve_and_nothing_is_dropped(tmp_path):
+def test_what_is_not_finite_is_not_written(tmp_path, model_file, capsys):
+    model = model_of()
+    model.distogram_head.weight.data.fill_(3e38)  # finite, but no product with it is
+    save_model(model_file, model, CARD)
+    assert run("--contacts", an_alignment(tmp_path / "x.a3m"), *FLAGS) == 1
+    assert "not finite" in capsys.readouterr().err and not [*(tmp_path / "out").iterdir()]
+
+
+def test_checkpoints_of_any_switches_serve(tmp_path):
     maps, alignment = [], an_alignment(tmp_path / "x.a3m")
     for number, fusion in enumerate(({}, dict(enable_projection_fusion=True, enable_flash_attention=False))):
-        trainer = trainer_of(**fusion, dropout=0.5)
+        trainer = trainer_of(**fusion)
         trainer.step(tof.PROGRAM.data(trainer.settings).batch(0))
         torch.save(snapshot(trainer), tmp_path / f"{number}.pt")
         saved = read_model(tmp_path / f"{number}.pt", tof.PROGRAM)

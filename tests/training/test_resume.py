@@ -27,7 +27,7 @@ class Noisy(tof.Trainer):
 
 
 def run(directory, flags, at=None, number=None):
-    """One process's share of a run of seven steps; the batch of one step comes with a signal."""
+    """One process's share of a run of eight steps; the batch of one step comes with a signal."""
     class Stopping(second_program.Numbers):
         def batch(self, step):
             if step == at and number == KILL:
@@ -36,7 +36,7 @@ def run(directory, flags, at=None, number=None):
                 os.kill(os.getpid(), number)
             return super().batch(step)
     program = dataclasses.replace(second_program.PROGRAM, data=Stopping, trainer=Noisy)
-    own = "--width 8 --depth 1 --batch-size 2 --num-steps 7 --warmup-steps 0 --log-every 99 --device cpu"
+    own = "--width 8 --depth 1 --batch-size 2 --num-steps 8 --warmup-steps 0 --log-every 99 --device cpu"
     return tof.main([*own.split(), *flags.split(), "--profile-dir", str(directory)], program)
 
 
