@@ -53,14 +53,13 @@ def run_program(program, *args, cwd=None, env=None, patience=PATIENCE):
     """Run a program or script of this project as a user does; returns CompletedProcess with text output."""
     command = [*[sys.executable] * str(program).endswith(".py"), str(ROOT / program), *map(str, args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **(env or {})}
-    process = subprocess.Popen(command, cwd=cwd, env=environment, text=True, start_new_session=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        outputs = process.communicate(timeout=patience)
-    except BaseException:  # what it has started would keep a GPU or a core from the next test
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
+    with subprocess.Popen(command, cwd=cwd, env=environment, text=True, start_new_session=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            outputs = process.communicate(timeout=patience)
+        except BaseException:  # what it has started would keep a GPU or a core from the next test
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     return subprocess.CompletedProcess(command, process.returncode, *outputs)
 
 
