@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-FILE, SHAPE = RESULTS / "ladder_h100_2026-11-25.json", "B1 S256 N64"  # of measure_ladder.py
+FILE, SHAPE = RESULTS / "ladder_h100_2026-11-27.json", "B1 S256 N64"  # of measure_ladder.py
 ROWS = {  # what the plot calls it: its name in the file
     "plain PyTorch, float32": "baseline fp32",
     "bf16, compiled, CUDA graph": "+ compile",
