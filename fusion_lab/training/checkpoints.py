@@ -13,7 +13,6 @@ from fusion_lab.training.files import (
     UserError,
     claim_file,
     printable,
-    require_file,
     set_aside,
     write_atomically,
 )
@@ -117,7 +116,6 @@ def read_saved(path, what, program, *kinds):
     entries of the zip file are checked first. Neither packed entries nor a view of few numbers may ask for
     more memory than the file has bytes. Raises UserError, which begins with what the file should be."""
     try:
-        require_file(path)
         with zipfile.ZipFile(path) as entries:
             listed = entries.infolist()
             sound = (sum(e.file_size for e in listed) <= os.path.getsize(path) and entries.testzip() is None

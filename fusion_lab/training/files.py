@@ -74,7 +74,7 @@ def finite(value):
 
 
 def require_file(path):
-    """Raise OSError where something that is no regular file has this name: a device or a FIFO has no end."""
+    """Raise OSError where what has this name is no regular file: a rename would replace a device, too."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(0, "is a directory" if os.path.isdir(path) else "not a regular file", path)
 
@@ -83,7 +83,6 @@ def read_json(path, what="file"):
     """The object in a JSON file, NaN and infinity as None. Raises UserError that names it: what says what it
     should be."""
     try:
-        require_file(path)
         with open(path, "rb") as file:
             content = json.loads(file.read(), parse_constant=lambda _: None)
     except OSError as error:

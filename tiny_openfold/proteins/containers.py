@@ -7,7 +7,7 @@ import importlib
 import re
 import sys
 
-from fusion_lab.training.files import MISSING, UserError, require_file
+from fusion_lab.training.files import MISSING, UserError
 
 ALIGNMENT = "an alignment in A3M, Stockholm, aligned FASTA or Clustal format"
 STRUCTURE = "a PDB or mmCIF file with atoms"
@@ -53,8 +53,6 @@ def read(path, wanted):
     wanted: ALIGNMENT or STRUCTURE. Raises UserError where the file cannot be read or is known to be something
     else."""
     try:
-        if path != "-":
-            require_file(path)
         with sys.stdin.buffer if path == "-" else open(path, "rb") as file:
             data = file.read()
     except OSError as error:
