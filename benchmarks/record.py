@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check a candidate by the rules of benchmarks/RECORDS.md, and print its row of the table.
 
-    python benchmarks/record.py step --out OUT --record ../record -- --use-amp --enable-ultra
+    python benchmarks/record.py step --out OUT --record ../record -- --use-amp --amp-dtype bfloat16 ...
     python benchmarks/record.py learn --out OUT --data families -- --coevolution couplings --num-steps 300
 
 What follows -- are the candidate's flags of tiny_openfold_v2.py. "step" times a training step at both sizes,

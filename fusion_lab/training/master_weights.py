@@ -6,7 +6,7 @@ from fusion_lab.kernels.limits import HAS_TRITON
 ALIGNMENT = 64  # elements; GEMMs and compiled kernels want every weight to begin at a multiple of 16 bytes
 
 
-class Weights:
+class ModelWeights:
     """The parameters of a model, which an optimizer updates as they are. `tensors` lists what it updates."""
 
     def __init__(self, model):
@@ -46,7 +46,7 @@ class Weights:
         self.publish()
 
 
-class MasterWeights(Weights):
+class MasterWeights(ModelWeights):
     """Turns a model's parameters into views of one tensor of a lower precision; `flat` holds their float32
     originals, which the optimizer updates.
 
@@ -153,4 +153,4 @@ def optimized_weights(model, dtype, world, kernel):
     weight = next(model.parameters())
     if dtype and kernel and HAS_TRITON and weight.is_cuda and weight.dtype == torch.float32:
         return KernelMasters(model, dtype, wide=world.size > 1 or dtype == torch.float16)
-    return MasterWeights(model, dtype) if dtype else Weights(model)
+    return MasterWeights(model, dtype) if dtype else ModelWeights(model)

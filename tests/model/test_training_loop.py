@@ -12,7 +12,7 @@ from fusion_lab.measuring.metrics import read_metrics
 from fusion_lab.training import checkpoints
 from fusion_lab.training.evaluations import Evaluation
 from fusion_lab.training.files import UserError
-from fusion_lab.training.master_weights import Weights
+from fusion_lab.training.master_weights import ModelWeights
 from fusion_lab.training.program import Data
 from tests.support import last_json
 from tests.tiny import flags_of, trainer_of
@@ -115,7 +115,7 @@ def test_mixed_precision_is_autocast_and_low_weights_with_masters():
         trainer.step(SyntheticProteins(trainer.settings).batch(0))
         assert next(trainer.model.parameters()).dtype == (torch.bfloat16 if masters else torch.float32)
     assert dtypes == {False: (torch.bfloat16, True), True: (torch.bfloat16, False)}
-    assert type(trainer_of(enable_master_weights=True).weights) is Weights
+    assert type(trainer_of(enable_master_weights=True).weights) is ModelWeights
 
 
 # --- Loop ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from torch import nn
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training import recipe
-from fusion_lab.training.master_weights import MasterWeights, Weights
+from fusion_lab.training.master_weights import MasterWeights, ModelWeights
 from tests.tiny import trainer_of
 from tiny_openfold.proteins.batches import SyntheticProteins
 
@@ -32,7 +32,7 @@ def test_average_of_weights_by_hand():
     model = nn.Linear(1, 1, bias=False)
     weight = model.weight
     weight.data.zero_()
-    average = recipe.Average(Weights(model), 0.5)
+    average = recipe.Average(ModelWeights(model), 0.5)
     expected = 0.0
     for step in range(1, 12):
         weight.data += 1

@@ -3,9 +3,8 @@ real chains of a file (--real-folds).
 
 The layout is that of ideal forms (Taylor 2002, doi:10.1038/416657a): sheets and layers of helices 10 Å apart,
 strands 4.8 Å and helices 10 Å beside each other, neighbours along the chain in opposite directions, which
-makes hairpins antiparallel and strands joined by a helix parallel. The file of real chains is an NPZ as
-docs/proteins.md describes it: atoms N, CA, C, O, CB. Chains that are marked as related to families that a
-model may be tested on are never drawn. Letters in shapes: S residues of a piece, n of a chain. Lengths in Å.
+makes hairpins antiparallel and strands joined by a helix parallel. read() describes the file of real chains.
+Letters in shapes: S residues of a piece, n of a chain. Lengths in Å.
 """
 from typing import NamedTuple
 
@@ -213,8 +212,13 @@ def padded(coords, backbone, length):
 
 
 def read(path):
-    """(offset (chains + 1,), xyz (residues, 5, 3), index (residues,), near_families (chains,)) of a file.
-    Raises UserError."""
+    """The arrays of an NPZ file with the backbones of all chains, one after another. Raises UserError.
+
+    offset (chains + 1,): integers, chain k has residues offset[k] to offset[k + 1] - 1
+    xyz (residues, 5, 3): integers in 0.01 Å, atoms N, CA, C, O and CB, also for glycine; -32768: a missing O
+    index (residues,): integers, residue numbers, which jump where the chain is broken
+    near_families (chains,): bool, whether a chain is related to a test family; such chains are never drawn
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             offset, xyz, index, near = (file[key] for key in ("offset", "xyz", "index", "near_families"))
@@ -222,7 +226,7 @@ def read(path):
         if not (xyz.shape == (len(index), 5, 3) and index.ndim == 1 and offset.shape == (len(near) + 1,)
                 and offset[0] == 0 and offset[-1] == len(xyz) and (np.diff(offset) >= 2).all()
                 and (xyz[:, [N, CA, C, CB]] != MISSING).all()):
-            raise ValueError("its arrays are not those that docs/proteins.md describes")
+            raise ValueError("its arrays are not those of read() in tiny_openfold/proteins/folds.py")
     except Exception as error:  # a damaged or foreign file raises whatever its first bad byte leads to
         reason = " ".join(str(error).split())[:100] or "no content"
         raise UserError(f"--real-folds {path}: not an NPZ file of chains: {reason}") from None

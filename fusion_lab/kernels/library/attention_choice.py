@@ -91,7 +91,7 @@ def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased
     if arch:
         return "flex" if biased and flex_fits and has_matrix_cores(arch) else "sdpa"
     if on_gpu and strict:
-        # FlexAttention's products are 1.4 times slower in float32 without TF32. SDPA's kernel makes each of
+        # FlexAttention is up to 4.5 times slower in float32 without TF32. SDPA's kernel makes each of
         # three truncated TF32 products, which all err to the same side: single results are 2 to 5 times, sums
         # of many (gradients of weights) 100 times as wrong as float32 is.
         return "math"
