@@ -23,7 +23,7 @@ files.quiet(__name__)
 from fusion_lab.training.files import UserError, exit_code, require_packages
 from fusion_lab.training.flags import Parser
 
-require_packages("check.py", "torch", "triton", listed="requirements-dev.txt")
+require_packages("check.py", "torch", "triton")
 
 import torch
 

@@ -237,12 +237,14 @@ class StopRequest:
 # --- The end of a program -----------------------------------------------------------------------------------
 
 
-def require_packages(program, *names, listed="requirements.txt"):
-    """End the program with one line where a package is missing; listed: the file that names them."""
+def require_packages(program, *names):
+    """End the program with one line where a package is missing. Triton is in no list of ours, because a torch
+    for GPUs brings the one that it needs."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        say_why(program, f"{sys.executable} lacks {', '.join(missing)}: pip install -r {listed}, or "
-                "activate the environment that has it; scripts take PYTHON=... as well")
+        install = "triton" if missing == ["triton"] else "-r requirements.txt"
+        say_why(program, f"{sys.executable} lacks {', '.join(missing)}: pip install {install}, or activate "
+                "the environment that has it; scripts take PYTHON=... as well")
         raise SystemExit(MISSING)
 
 
