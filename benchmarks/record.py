@@ -98,11 +98,11 @@ def learn(asked, settings):
         figures, families = found["performance_summary"], found["evaluation"]["final"]["held_out"]
         runs.append(dict(seed=seed, seconds=figures["total_samples"] / figures["avg_training_speed"], dca=dca,
                          p_l2=fmean(family["p_l2"] for family in families.values()), families=families))
-        print("seed {seed}: {seconds:.1f} s, P(L/2) {p_l2:.3f}, DCA {dca:.3f}".format(**runs[-1]), flush=True)
+        print("seed {seed}: {seconds:.2f} s, P(L/2) {p_l2:.3f}, DCA {dca:.3f}".format(**runs[-1]), flush=True)
     seconds, least = sorted(run["seconds"] for run in runs), min(run["p_l2"] for run in runs)
     if not least > dca:
         broken.append("P(L/2) is not above DCA's with every seed")
-    return [f"{median(seconds):.1f} ({seconds[0]:.1f}, {seconds[-1]:.1f})", f"{least:.3f}"], runs, broken
+    return [f"{median(seconds):.2f} ({seconds[0]:.2f}, {seconds[-1]:.2f})", f"{least:.3f}"], runs, broken
 
 
 def main(argv=None):

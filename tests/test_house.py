@@ -32,9 +32,9 @@ LARGER = {"tests/second_program.py": dict(width=512, batch_size=512),  # for a s
 FLOORS = ("fusion_lab.commands", "fusion_lab.training.files", "fusion_lab.kernels.precision",
           "fusion_lab.kernels.limits", "fusion_lab.training.options", "fusion_lab.training.program",
           "fusion_lab.measuring.variants", "fusion_lab.kernels", "fusion_lab.training",
-          "fusion_lab.measuring", "tiny_openfold", "tiny_openfold_v2", "companions", "fusion_lab.study",
-          "fusion_lab.profiler", "run_pytorch_profiler", "benchmarks")
-PACKAGES = ("fusion_lab", "tiny_openfold", "companions", "benchmarks")
+          "fusion_lab.measuring", "fusion_lab.rocm", "tiny_openfold", "tiny_openfold_v2", "companions",
+          "fusion_lab.study", "fusion_lab.profiler", "run_pytorch_profiler", "benchmarks", "puzzles")
+PACKAGES = ("fusion_lab", "tiny_openfold", "companions", "benchmarks", "puzzles")
 STANDARD_LIBRARY_ONLY = ("fusion_lab.rocm",)  # beside what needs no torch of the floors below
 
 
