@@ -1,7 +1,7 @@
 """The seam between the lab and a model. Needs no torch.
 
-A Program is three configs whose fields are flags, and Model, Data and Trainer classes. Whatever the lab asks is a
-method with a default here; tests/second_program.py is a small program, which overrides few.
+A Program is three configs whose fields are flags, and Model, Data and Trainer classes. Whatever the lab asks
+is a method with a default here; tests/second_program.py is a small program, which overrides few.
 Every model's file ends in `PROGRAM = Program(...)`, and the lab's tools get it from there (`--program FILE`).
 """
 import importlib
