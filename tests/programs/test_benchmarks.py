@@ -228,7 +228,7 @@ STEP, LEARN = ("step", "--quick"), ("learn", "--data", "families")
 
 @pytest.mark.parametrize("track, cells", [
     (STEP, "2.50 (2.40, 2.60)"), ((*STEP, "--record", str(ROOT)), "2.50 (2.40, 2.60)"),
-    (LEARN, "10.0 (10.0, 10.0) | 0.700")])
+    (LEARN, "10.00 (10.00, 10.00) | 0.700")])
 def test_a_record_is_a_row_and_a_raw_file(monkeypatch, tmp_path, capsys, track, cells):
     assert record_of(monkeypatch, tmp_path, *track) == 0
     lines = capsys.readouterr().out.splitlines()
