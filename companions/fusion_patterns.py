@@ -43,7 +43,7 @@ from fusion_lab.measuring.roofline import copy_ceiling
 from fusion_lab.measuring.tables import aligned, cell
 from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.machine import choose_device, keep_freed_memory, system_info
-from fusion_lab.training.reporting import print_result
+from fusion_lab.training.reporting import busy_line, print_result
 
 if HAS_TRITON:
     from companions.kernels import patterns as kernels
@@ -352,6 +352,8 @@ def run(argv):
         keep_freed_memory()
     copy, results, steps = copy_ceiling(device) if on_gpu else None, [], []
     print(f"Device: {device} | torch {torch.__version__} | {options.rounds} rounds by turns", flush=True)
+    if busy := busy_line(device):
+        print(busy, flush=True)
     with tuner.retuning() if options.retune else contextlib.nullcontext():
         for name in options.patterns:
             results.append(measure(name, device, options.rounds, not options.no_compile))
