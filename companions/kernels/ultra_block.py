@@ -3,9 +3,9 @@
     RMSNorm, Q, K, V, rotary | causal attention | output projection, residual |
     RMSNorm, gate, up, SiLU | down, residual
 
-Results of a phase pass through memory, for the most part the L2 cache, not through registers. A block that
-never leaves the chip is impossible: its weights (hidden 512, intermediate 2048: 7.9 MB in bfloat16) are 34
-times the shared memory of a multiprocessor (227 KB). What is saved is launches.
+Results of a phase pass through memory, for the most part the L2 cache, not through registers. No
+multiprocessor could keep the weights: with hidden 512 and intermediate 2048 (7.9 MB in bfloat16) they are 34
+times its shared memory (227 KB). What is saved is launches.
 
 All programs must run at once, or the barrier would wait for ever. So the launch is cooperative, for which
 CUDA and HIP refuse a grid that does not fit. RMSNorm scales rows, so it is applied after the product, from a

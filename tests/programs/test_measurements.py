@@ -10,7 +10,8 @@ from tests.support import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 if not RESULTS.exists():
     pytest.skip("raw results were deleted", allow_module_level=True)
-PAGES = ("benchmarks/FINDINGS.md", "docs/companions.md", "tiny_openfold/models/README.md")
+PAGES = ("benchmarks/FINDINGS.md", "benchmarks/RECORDS.md", "docs/companions.md", "docs/folding.md",
+         "tiny_openfold/models/README.md")
 TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^#+ |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 NUMBER = re.compile(r"(?<![\w.,-])[\d,]*\d*\.?\d+(?![\w.]*\d)")

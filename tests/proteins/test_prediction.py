@@ -188,9 +188,9 @@ def test_a_seed_draws_the_rows(tmp_path, model_file):
 
 def test_an_alignment_from_a_pipe_as_a_shell_s_process_substitution_gives_it(tmp_path, model_file):
     reading, writing = os.pipe()
-    with open(reading), open(writing, "w") as file:
-        file.write(an_alignment(tmp_path / "x.a3m").read_text())
-        file.close()
+    with open(reading):
+        with open(writing, "w") as file:
+            file.write(an_alignment(tmp_path / "x.a3m").read_text())
         assert run("--contacts", f"/dev/fd/{reading}", *FLAGS) == 0
     assert np.load(tmp_path / "out" / f"{reading}.npz")["sequence"] == SEQUENCE
 
