@@ -16,28 +16,24 @@ NAME = "triangle_attention"
 CAST = (torch.float32, torch.float16, torch.bfloat16)  # by autocast, which leaves float64 as it is
 
 
-def spread(name, x, size):
-    """x with its dimensions of 1 expanded to this size. ValueError where others differ."""
-    if x is None or x.shape == size:
-        return x
-    if x.dim() != len(size) or any(n not in (1, m) for n, m in zip(x.shape, size, strict=True)):
-        raise ValueError(f"{name} is {tuple(x.shape)}, but must be {size}, or 1 instead of any of these")
-    return x.expand(size)
+def lifted(x):
+    """x of five dimensions, by leading ones; None stays."""
+    return x if x is None or x.dim() > 4 else x[(None,) * (5 - x.dim())]
 
 
-def checked(q, k, v, bias, mask):
-    """q, k, v, bias (B, 1, H, Q, K) and mask (B, N, 1, 1, K) or None, of sizes that fit. ValueError for what
-    would be misread."""
-    if q.dim() != 5 or k.dim() != 5:
-        raise ValueError(f"q is {tuple(q.shape)} and k {tuple(k.shape)}, but both must be (B, N, H, S, D) or "
-                         "(N, H, S, D)")
+def checked(q, k, v, bias, mask, kv_lengths=None):
+    """ValueError for what would be misread, in tensors of five dimensions."""
+    if not q.dim() == k.dim() == v.dim() == 5 or not q.shape[-1]:
+        raise ValueError(f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, but must be "
+                         "(B, N, H, S, D), without leading ones or with them, and D at least 1")
     (B, N, H, Q, D), K = q.shape, k.shape[3]
-    if not q.shape == k.shape == v.shape:
-        check_shapes(("k", k, (B, N, H, K, D)), ("v", v, (B, N, H, K, D)))
+    check_shapes(("k", k, (B, N, H, K, D)), ("v", v, (B, N, H, K, D)), ("bias", bias, (B, 1, H, Q, K)),
+                 ("mask", mask, (B, N, 1, 1, K)), ("kv_lengths", kv_lengths, (B, N, 1, 1, 1)))
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}, but they must be the same")
-    check_devices(q=q, bias=bias, mask=mask)
-    return q, k, v, spread("bias", bias, (B, 1, H, Q, K)), spread("mask", mask, (B, N, 1, 1, K))
+    if kv_lengths is not None and (mask is not None or kv_lengths.dtype != torch.int32):
+        raise ValueError("kv_lengths must be int32, and there may be no mask beside it")
+    check_devices(q=q, bias=bias, mask=mask, kv_lengths=kv_lengths)
 
 
 class Update(attention.CallFromPython):
@@ -69,9 +65,10 @@ def triangle_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tens
                        kv_lengths: Tensor | None = None) -> Tensor:
     """cuEquivariance's function of this name: softmax(scale q k^T + bias, masked) v.
 
-    q (B, N, H, Q, D); k, v (B, N, H, K, D); bias (B, 1, H, Q, K); mask (B, N, 1, 1, K), True = present, or
-    None; in bias and mask any size may be 1. All of them may lack the B. kv_lengths (B, N, 1, 1, 1): so many
-    of the first keys are present. scale: default D^-0.5. Returns what is shaped as q.
+    q (B, N, H, Q, D); k, v (B, N, H, K, D); bias (B, 1, H, Q, K); mask (B, N, 1, 1, K), other than 0 =
+    present, or None. Each of these may lack leading dimensions of 1. Returns (B, N, H, Q, D): always five
+    dimensions, as cuEquivariance does. kv_lengths (B, N, 1, 1, 1) in int32, in place of a mask: so many of
+    the first keys are present; rows of none are 0. scale: default D^-0.5.
 
     A bias below -1e9, or -inf, masks as much as that does. Gradients for q, k, v and bias, none from rows
     whose keys are all masked, none for q and k where a single one is present; no second derivatives
@@ -82,34 +79,32 @@ def triangle_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tens
     """
     if return_aux:
         raise ValueError(f"{NAME} has no return_aux")
-    if q.dim() == 4:
-        lifted = [x if x is None else x[None] for x in (q, k, v, bias, mask, kv_lengths)]
-        return triangle_attention(*lifted[:5], scale, kv_lengths=lifted[5])[0]
+    if bias is None:
+        raise ValueError("bias is missing")
+    q, k, v, bias, mask = map(lifted, (q, k, v, bias, mask))
     if kv_lengths is not None:
-        if kv_lengths.dim() != 5 or kv_lengths.shape[2:] != (1, 1, 1):
-            raise ValueError(f"kv_lengths is {tuple(kv_lengths.shape)}, but must be (B, N, 1, 1, 1)")
+        checked(q, k, v, bias, mask, kv_lengths)
         within = torch.arange(k.shape[3], device=k.device) < kv_lengths
-        mask = within if mask is None else within & mask.bool()
+        return triangle_attention(q, k, v, bias, within, scale) * (kv_lengths > 0)
     if torch.is_autocast_enabled(q.device.type):
         dtype = product_dtype(q)
         q, k, v = (x.to(dtype) if x.dtype in CAST else x for x in (q, k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None and q.shape[-1] else scale
     if q.shape[-1] > WIDEST_HEAD or q.shape != k.shape or not multiplies(q, q.dtype) or not q.numel():
-        given = checked(q, k, v, bias, mask)
-        if not q.numel():
-            return plain(*given, scale)
-        keys = "" if q.shape == k.shape else "another number of keys than queries with "
-        say_plain(NAME, f"{keys}heads of {q.shape[-1]} channels in {str(q.dtype)[6:]}")
-        return plain(*given, scale)
+        checked(q, k, v, bias, mask)
+        if q.numel():
+            keys = "" if q.shape == k.shape else "another number of keys than queries with "
+            say_plain(NAME, f"{keys}heads of {q.shape[-1]} channels in {str(q.dtype)[6:]}")
+        return plain(q, k, v, bias, mask, scale)
     if watched(NAME, (q, k, v, bias, mask)):
-        q, k, v, bias, mask = checked(q, k, v, bias, mask)
+        checked(q, k, v, bias, mask)
         key_mask = None if mask is None else mask.flatten(2).bool()  # (B, N, K)
         return attention.row_attention(q, k, v, bias[:, 0], key_mask, scale)
     with where(q):
         settings = float(scale), torch.is_grad_enabled()
         call = Update.known((q, k, v, None, None, bias, mask), *settings)
         if call is None:
-            q, k, v, bias, mask = checked(q, k, v, bias, mask)
+            checked(q, k, v, bias, mask)
             if not (q.stride(-1) == 1 and q.stride() == k.stride() == v.stride()):  # one stride() serves all
                 q, k, v = map(attention.in_order, (q, k, v))
             call = Update.of((q, k, v, None, None, bias, mask), *settings)

@@ -113,7 +113,7 @@ def reference(pair, weights, mask=None, outgoing=True, eps=1e-5, onto=None, drop
         else:
             left = left * (keep[:, None] if outgoing else keep[:, :, None])
     product = torch.einsum("bikc,bjkc->bijc" if outgoing else "bkic,bkjc->bijc", left, right)
-    product = F.layer_norm(product, (c,), w.center_weight, w.center_bias, eps)
+    product = F.layer_norm(product, product.shape[-1:], w.center_weight, w.center_bias, eps)
     update = F.linear(product, w.out_weight, w.out_bias) * F.linear(x, w.gate_weight, w.gate_bias).sigmoid()
     update = update if drop is None else update * drop
     return update if onto is None else onto + update
