@@ -8,7 +8,7 @@
 
 Read FusedEvoformerBlock first, then the sub-layers above it in the order in which it calls them. Fused and
 plain code stand side by side in attend(), in the sub-layers and in PackedProjections, which is in
-fusion_lab/kernels/library/packing.py. What PyTorch cannot show side by side, such as our Triton kernels,
+tiny_openfold/layers/packing.py. What PyTorch cannot show side by side, such as our Triton kernels,
 is in tiny_openfold/proteins/fast_evoformer.py.
 
 Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z channels of `msa` and `pair`,
@@ -115,10 +115,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from fusion_lab.kernels.library import attention_choice
-from fusion_lab.kernels.library.custom_gradients import LinearReLU, TriangleProduct, recomputed, summed_rows
-from fusion_lab.kernels.library.packing import PackedProjections
-from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
+from evoformer_kernels.precision import at_least_float32, strict_float32
 from fusion_lab.measuring import accuracy, retune, summary
 from fusion_lab.measuring.analysis import write_analysis
 from fusion_lab.measuring.clocks import PhaseTimer
@@ -132,9 +129,12 @@ from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.evaluations import evaluate
 from fusion_lab.training.feeding import batches
 from fusion_lab.training.files import StopRequest, exit_code
-from fusion_lab.training.machine import choose_device, process_settings, require_memory
+from fusion_lab.training.machine import amp_dtype, choose_device, process_settings, require_memory
 from fusion_lab.training.master_weights import optimized_weights
 from fusion_lab.training.models import begin_from_files
+from tiny_openfold.layers import attention_choice
+from tiny_openfold.layers.custom_gradients import LinearReLU, TriangleProduct, recomputed, summed_rows
+from tiny_openfold.layers.packing import PackedProjections
 from tiny_openfold.proteins import batches as proteins
 from tiny_openfold.proteins import coevolution, contacts, fast_evoformer, fold_prediction, prediction
 from tiny_openfold.proteins.files import TOKENS

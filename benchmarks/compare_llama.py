@@ -28,7 +28,7 @@ files.quiet(__name__, "torch")
 import torch
 import torch.nn.functional as F
 
-from fusion_lab.kernels.limits import HAS_TRITON
+from evoformer_kernels.limits import HAS_TRITON
 from fusion_lab.measuring.contest import clipped_step, failed, measured, ours, table
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import exit_code, finite, write_json

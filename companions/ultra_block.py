@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from fusion_lab.kernels.limits import HAS_TRITON
-from fusion_lab.kernels.precision import product_dtype
+from evoformer_kernels.limits import HAS_TRITON
+from evoformer_kernels.precision import product_dtype
 from fusion_lab.measuring.contest import failed, measured, table
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError, write_json

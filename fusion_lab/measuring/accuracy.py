@@ -7,12 +7,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.measuring.variants import spelled
 from fusion_lab.training.checkpoints import optimizer_state, unpacked
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import finite, write_json
-from fusion_lab.training.machine import choose_device, process_settings
+from fusion_lab.training.machine import choose_device, process_settings, runs_in_tf32
 from fusion_lab.training.program import Model
 from fusion_lab.training.reporting import for_people, print_result
 

@@ -2,11 +2,14 @@
 import os
 from dataclasses import replace
 
-from fusion_lab.kernels.limits import HAS_TRITON, SWITCH, UNTUNED
+from evoformer_kernels.limits import HAS_TRITON
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import MISSING, NO_GPU, UserError, write_json
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.reporting import print_result
+
+SWITCH = "enable_triton_"  # how fields of kernels begin
+UNTUNED = f"{SWITCH}adamw"  # has no tile sizes to choose from
 
 
 def retune(program, settings):
@@ -24,7 +27,7 @@ def retune(program, settings):
         raise UserError("--retune needs a GPU", code=NO_GPU)
     if not HAS_TRITON:
         raise UserError("--retune needs Triton: pip install triton", code=MISSING)
-    from fusion_lab.kernels import tuner
+    from evoformer_kernels import tuner
     cache = tuner.cache_file()
     try:
         tuner.write(cache, tuner.read(cache))  # what cannot be kept is told now, not after minutes

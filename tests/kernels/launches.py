@@ -4,10 +4,10 @@ from unittest import mock
 
 import torch
 
-from fusion_lab.kernels import adamw, tuner
-from fusion_lab.kernels.attention import bias_gradient, call
-from fusion_lab.kernels.reductions import sums, weight_gradients
-from fusion_lab.kernels.triangle_multiplication import products
+from evoformer_kernels import adamw, tuner
+from evoformer_kernels.attention import bias_gradient, call
+from evoformer_kernels.reductions import sums, weight_gradients
+from evoformer_kernels.triangle_multiplication import products
 from tests.kernels import problems
 from tests.support import ROOT
 

@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
-from fusion_lab.kernels import outer_product, outer_product_sides, projections, transition
-from fusion_lab.kernels.attention import drop_in as attention_drop_in
-from fusion_lab.kernels.attention import operator as attention_operator
-from fusion_lab.kernels.attention.layer import Weights, attention_layer
-from fusion_lab.kernels.triangle_multiplication import drop_in as multiplication_drop_in
-from fusion_lab.kernels.triangle_multiplication import operator as trimul
+from evoformer_kernels import outer_product, outer_product_sides, projections, transition
+from evoformer_kernels.attention import drop_in as attention_drop_in
+from evoformer_kernels.attention import operator as attention_operator
+from evoformer_kernels.attention.layer import Weights, attention_layer
+from evoformer_kernels.triangle_multiplication import drop_in as multiplication_drop_in
+from evoformer_kernels.triangle_multiplication import operator as trimul
 from tests.kernels import references
 
 

@@ -2,9 +2,9 @@
 import torch
 import torch.nn.functional as F
 
-from fusion_lab.kernels.attention import operator as attention
-from fusion_lab.kernels.attention.layout import views
-from fusion_lab.kernels.attention.padded_bias import MASKED, PADDING
+from evoformer_kernels.attention import operator as attention
+from evoformer_kernels.attention.layout import views
+from evoformer_kernels.attention.padded_bias import MASKED, PADDING
 
 
 def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None):

@@ -3,11 +3,11 @@ included."""
 import pytest
 import torch
 
-from fusion_lab.kernels import tuner
-from fusion_lab.kernels.attention import bias_gradient as bias_gradients
-from fusion_lab.kernels.attention import padded_bias as padded_biases
-from fusion_lab.kernels.precision import HALF
-from fusion_lab.kernels.reductions import sums
+from evoformer_kernels import tuner
+from evoformer_kernels.attention import bias_gradient as bias_gradients
+from evoformer_kernels.attention import padded_bias as padded_biases
+from evoformer_kernels.precision import HALF
+from evoformer_kernels.reductions import sums
 from tests.kernels import references
 from tests.kernels.problems import made
 

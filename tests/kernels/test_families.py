@@ -5,13 +5,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fusion_lab.kernels import outer_product_sides, transition, tuner
-from fusion_lab.kernels.attention import call
-from fusion_lab.kernels.attention import drop_in as attention_drop_in
-from fusion_lab.kernels.attention import operator as attention_operator
-from fusion_lab.kernels.common import NAMESPACE
-from fusion_lab.kernels.reductions import sums, weight_gradients
-from fusion_lab.kernels.triangle_multiplication import drop_in as multiplication_drop_in
+from evoformer_kernels import outer_product_sides, transition, tuner
+from evoformer_kernels.attention import call
+from evoformer_kernels.attention import drop_in as attention_drop_in
+from evoformer_kernels.attention import operator as attention_operator
+from evoformer_kernels.common import NAMESPACE
+from evoformer_kernels.reductions import sums, weight_gradients
+from evoformer_kernels.triangle_multiplication import drop_in as multiplication_drop_in
 from tests.kernels.problems import FAMILIES, made
 from tests.kernels.rule import equal, gradients, in_dtypes, saved_bytes, violations
 

@@ -9,11 +9,11 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 from triton.runtime.errors import OutOfResources
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import adamw, outer_product, projections, tuner
-from fusion_lab.kernels.attention import bias_gradient, call
-from fusion_lab.kernels.precision import HALF
-from fusion_lab.kernels.reductions import compile_pass, sums, weight_gradients
-from fusion_lab.kernels.triangle_multiplication import products
+from evoformer_kernels import adamw, outer_product, projections, tuner
+from evoformer_kernels.attention import bias_gradient, call
+from evoformer_kernels.precision import HALF
+from evoformer_kernels.reductions import compile_pass, sums, weight_gradients
+from evoformer_kernels.triangle_multiplication import products
 from fusion_lab.measuring import accuracy
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.feeding import to_device

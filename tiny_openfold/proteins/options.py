@@ -1,9 +1,10 @@
 """Options of training on proteins: where they come from, which are held out, what is drawn. No torch."""
 from dataclasses import dataclass
 
-from fusion_lab.kernels import limits
+from evoformer_kernels import limits
 from fusion_lab.training import options
 from fusion_lab.training.options import option
+from tiny_openfold.layers import kernel_switches
 
 # Fields that a mode takes which predicts something of one alignment.
 OF_PREDICTIONS = ("structure", "query", "min_coordinates", "resume", "eval_seqs", "output", "seed", "device",
@@ -104,7 +105,7 @@ class TritonSwitches(options.Switches):
              kernels and weight_first),
             ("enable_triton_weight_gradients", "triton-weight-gradients needs torch.compile",
              self.enable_triton_weight_gradients and not self.enable_torch_compile)) if holds}
-        return found | limits.idle_kernels(self, dict(
+        return found | kernel_switches.idle_kernels(self, dict(
             enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
             enable_triton_triangle=(c.pair_dim,), enable_triton_outer_layout=(c.outer_product_dim,),
             enable_triton_weight_gradients=(c.pair_dim,),

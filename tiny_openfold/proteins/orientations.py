@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from fusion_lab.kernels.precision import at_least_float32
+from evoformer_kernels.precision import at_least_float32
 from tiny_openfold.proteins import geometry
 
 FAR = 20.0                    # Å between CB atoms; bin 0 is that far or farther

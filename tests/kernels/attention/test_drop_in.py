@@ -3,8 +3,8 @@ lengths, rows with one key, and inputs for PyTorch's operations. (test_families.
 import pytest
 import torch
 
-from fusion_lab.kernels import calls
-from fusion_lab.kernels.attention import drop_in
+from evoformer_kernels import calls
+from evoformer_kernels.attention import drop_in
 from tests.kernels.problems import attention_from_python as problem
 from tests.kernels.rule import equal, gradients, packed_anew, violations
 

@@ -2,8 +2,8 @@
 import pytest
 import torch
 
-from fusion_lab.kernels.attention import call, padded_bias
-from fusion_lab.kernels.attention import operator as attention_operator
+from evoformer_kernels.attention import call, padded_bias
+from evoformer_kernels.attention import operator as attention_operator
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 

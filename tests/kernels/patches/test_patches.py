@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from fusion_lab.kernels import limits
-from fusion_lab.kernels.attention import operator as attention
-from fusion_lab.kernels.patches import patch, projects, triangle
+from evoformer_kernels import limits
+from evoformer_kernels.attention import operator as attention
+from evoformer_kernels.patches import patch, projects, triangle
 from tests.kernels.patches import stand_ins
 from tests.kernels.rule import violations
 

@@ -2,8 +2,8 @@
 import pytest
 import torch
 
-from fusion_lab.kernels import calls
-from fusion_lab.kernels.triangle_multiplication import drop_in
+from evoformer_kernels import calls
+from evoformer_kernels.triangle_multiplication import drop_in
 from tests.kernels.problems import multiplication_from_python as problem
 from tests.kernels.rule import equal, gradients, packed_anew, violations
 

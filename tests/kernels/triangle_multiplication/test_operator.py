@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from fusion_lab.kernels.triangle_multiplication import operator as trimul
+from evoformer_kernels.triangle_multiplication import operator as trimul
 from fusion_lab.measuring.counters import OpCounter
 from tests.kernels.problems import multiplication
 
