@@ -3,8 +3,8 @@
     from evoformer_kernels import triangle_attention, triangle_multiplicative_update, patch
 
 The first two have the names, shapes and main arguments of cuEquivariance's functions; patch(model) puts our
-kernels into other projects' layers. They load at first use, and need Triton: without it a warning says so, and
-there are no such attributes. README.md beside this file says which GPUs, dtypes and widths there are kernels for.
+kernels into other projects' layers. They load at first use, and need Triton: without it a warning says so,
+and there are no such attributes. README.md beside this file: which GPUs, dtypes and widths.
 """
 import importlib
 import warnings
