@@ -9,8 +9,9 @@ Imports triton; whoever imports this has asked `limits.HAS_TRITON` first. Rules 
 
 Shapes in helpers: x (BM, C) is a tile of BM positions with all their C channels.
 """
+import contextlib
+import functools
 import inspect
-from functools import partial
 
 import torch
 import triton
@@ -23,27 +24,53 @@ from evoformer_kernels.limits import CHANNELS_OF, takes
 from evoformer_kernels.precision import HALF
 
 NAMESPACE = "evoformer_kernels"
+PLAIN = {torch.Tensor, torch.nn.Parameter}
+HERE = contextlib.nullcontext()
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def operation(name, launcher):
-    """Make a launcher one operator for autograd's functions and torch.compile, which never looks inside.
+    """Make a launcher one operator, which torch.compile, fake tensors and counters look at, and return the
+    function that calls it. Where nothing watches, that function calls the launcher itself: a dispatcher's
+    way costs the host some 20 us.
 
-    Its annotations are the operator's schema. For fake tensors it runs, too: it makes its results, asks
-    is_fake(), and launches nothing. Returns the operator.
+    The launcher's annotations are the operator's schema. For fake tensors it runs, too: it makes its results,
+    asks is_fake(), and launches nothing. The operator is the function's attribute `op`.
     """
     name = f"{NAMESPACE}::{name}"
 
-    def launch_there(*arguments):
-        listed = (x for given in arguments for x in (given if isinstance(given, (list, tuple)) else [given]))
+    def launch_there(*arguments, **named):
+        listed = (x for given in (*arguments, *named.values())
+                  for x in (given if isinstance(given, (list, tuple)) else [given]))
         first = next(x for x in listed if isinstance(x, torch.Tensor))
         check_device(name, first)
-        with torch.cuda.device_of(first):
-            return launcher(*arguments)
+        with where(first):
+            return launcher(*arguments, **named)
     library.define(name, library.infer_schema(launcher, mutates_args=()))
     library.impl(name, ("cpu", "cuda"), launch_there)  # "cuda" is AMD's too; "cpu": Triton's interpreter
     library.register_fake(name, launcher)
-    return getattr(getattr(torch.ops, NAMESPACE), name.partition("::")[2]).default
+    op = getattr(getattr(torch.ops, NAMESPACE), name.partition("::")[2]).default
+
+    @functools.wraps(launcher)
+    def call(*arguments, **named):
+        direct = not watched(*arguments, *named.values())
+        return launch_there(*arguments, **named) if direct else op(*arguments, **named)
+    call.op = op
+    return call
+
+
+def watched(*given):
+    """Whether something looks at each operation on what is given: torch.compile, fake tensors, a counter."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return any(isinstance(x, torch.Tensor) and (type(x) not in PLAIN or x.is_meta) for x in given)
+
+
+def where(x):
+    """A context in which launches go to x's device."""
+    if not x.is_cuda or x.device.index == torch._C._cuda_getDevice():
+        return HERE
+    return torch.cuda.device_of(x)
 
 
 def is_fake(x):
@@ -105,7 +132,8 @@ class Bound:
                                             for each in others[len(tensors) + len(self.numbers):]))
             # By itself Triton asks for the GPU's number as well, each time; without a GPU it finds its own.
             gpu = tensors[0].device.index
-            self.stream = type(None) if gpu is None else partial(driver.active.get_current_stream, gpu)
+            stream = driver.active.get_current_stream
+            self.stream = type(None) if gpu is None else functools.partial(stream, gpu)
             self.compiled = compiled[(*self.grid, 1, 1)[:3]]
 
 

@@ -12,32 +12,26 @@ but those of partial sums beyond N. Beyond L partial sums may hold anything: it 
 """
 import math
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from evoformer_kernels.common import bind, cdiv, is_fake, operation
+from evoformer_kernels.common import bind, cdiv, is_fake
 
 LINE = 128  # bytes of a matrix row that a program reads: a line of the cache
 TILE = 256  # numbers of a tile: queries times keys
 LOADED = 2 << 10  # bytes that a program loads at once: 32 for each of 64 threads
 
 
-def added_bias(partial_sums: Tensor, length: int, dtype: torch.dtype, transpose: bool) -> Tensor:
-    """The gradient (B, H, length, length) in dtype, or its transpose."""
-    return launch(partial_sums, (*partial_sums.shape[1:3], length, length), dtype, transpose)
-
-
-def launch(partial_sums, size, dtype, transpose, bound=None):
-    """The same; size: (B, H, length, length) or (B, 1, H, length, length). bound: as in common.bind()."""
-    out, name = partial_sums.new_empty(size, dtype=dtype), "bias_gradient"
+def launch(partial_sums, length, dtype, transpose, bound=None):
+    """The gradient (B, H, length, length) in dtype, or its transpose. bound: as in common.bind()."""
+    size, name = (*partial_sums.shape[1:3], length, length), "bias_gradient"
+    out = partial_sums.new_empty(size, dtype=dtype)
     if bound is not None and name in bound:
         bound[name](partial_sums, out)
         return out
     if is_fake(partial_sums):
         return out
-    (N, B, H, LP, _), length = partial_sums.shape, size[-1]
+    N, B, H, LP, _ = partial_sums.shape
     BP, BI, BJ = tile_sizes(N, LP, partial_sums.itemsize)
     warps = BI * BJ * BP * partial_sums.itemsize // (32 * 32)  # of 32 threads, each of which loads 32 bytes
     bind(bound, name, attention_bias_gradient_kernel,
@@ -77,5 +71,3 @@ def attention_bias_gradient_kernel(partial_sums, out, N, sum_stride, L, LP, TRAN
     tl.store(out + bh * L * L + offsets, tl.reshape(acc, (BI, BJ)).to(out.dtype.element_ty),
              mask=(i < L) & (j < L))
 
-
-OP = operation("added_bias", added_bias)

@@ -1,14 +1,12 @@
-"""Triangle attention as other projects call it, under cuEquivariance's name, from Python or compiled.
-
-From Python operator.FromPython runs; under torch.compile, fake tensors or a counter it is row_attention().
-"""
+"""Triangle attention as other projects call it, under cuEquivariance's name: brings a call's tensors to the
+sizes that row_attention() takes, or runs PyTorch's operations."""
 import torch
 from torch import Tensor
 
-from evoformer_kernels.attention import operator as attention
 from evoformer_kernels.attention import padded_bias as padding
-from evoformer_kernels.calls import say_plain, watched, where
+from evoformer_kernels.attention.function import row_attention
 from evoformer_kernels.common import check_devices, check_shapes, multiplies
+from evoformer_kernels.family import refuse_transforms, say_plain
 from evoformer_kernels.limits import WIDEST_HEAD
 from evoformer_kernels.precision import product_dtype
 
@@ -34,15 +32,6 @@ def checked(q, k, v, bias, mask, kv_lengths=None):
     if kv_lengths is not None and (mask is not None or kv_lengths.dtype != torch.int32):
         raise ValueError("kv_lengths must be int32, and there may be no mask beside it")
     check_devices(q=q, bias=bias, mask=mask, kv_lengths=kv_lengths)
-
-
-class Update(attention.CallFromPython):
-    """A call from Python whose tensors q, k, v, two Nones, bias and mask have passed checked() and lie as
-    kernels read them. So have all tensors that look like them."""
-    name = NAME
-
-    def __init__(self, tensors, scale, may_learn):
-        super().__init__(tensors, tensors[0].shape[2], 0, scale, may_learn)
 
 
 def plain(q, k, v, bias, mask, scale):
@@ -96,16 +85,6 @@ def triangle_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tens
             keys = "" if q.shape == k.shape else "another number of keys than queries with "
             say_plain(NAME, f"{keys}heads of {q.shape[-1]} channels in {str(q.dtype)[6:]}")
         return plain(q, k, v, bias, mask, scale)
-    if watched(NAME, (q, k, v, bias, mask)):
-        checked(q, k, v, bias, mask)
-        key_mask = None if mask is None else mask.flatten(2).bool()  # (B, N, K)
-        return attention.row_attention(q, k, v, bias[:, 0], key_mask, scale)
-    with where(q):
-        settings = float(scale), torch.is_grad_enabled()
-        call = Update.known((q, k, v, None, None, bias, mask), *settings)
-        if call is None:
-            checked(q, k, v, bias, mask)
-            if not (q.stride(-1) == 1 and q.stride() == k.stride() == v.stride()):  # one stride() serves all
-                q, k, v = map(attention.in_order, (q, k, v))
-            call = Update.of((q, k, v, None, None, bias, mask), *settings)
-        return attention.FromPython.apply(call, bias, mask, q, k, v)
+    checked(q, k, v, bias, mask)
+    refuse_transforms(NAME)
+    return row_attention(q, k, v, bias, mask, scale)

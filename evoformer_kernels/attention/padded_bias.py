@@ -11,10 +11,9 @@ once, along that of its last two axes which lies closer together in memory, and 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from evoformer_kernels.attention.kernels import head_offset, store_tile
-from evoformer_kernels.common import bind, is_fake, operation
+from evoformer_kernels.common import bind, is_fake
 
 MASKED = -1e9  # added to scores of masked keys
 PADDING = -1e30  # beyond L: so far below MASKED that it gets no weight even in a row without any key
@@ -109,6 +108,8 @@ def launch_key_bias(key_mask, LP, bound=None):
     """key_bias (B, R, LP) in float32 of key_mask (B, R, L) or (B, R, 1, 1, L). bound: as in common.bind()."""
     (B, R), L, name = key_mask.shape[:2], key_mask.shape[-1], "key_bias"
     out = key_mask.new_empty((B, R, LP), dtype=torch.float32)
+    if is_fake(out):
+        return out
     if bound is not None and name in bound:
         bound[name](key_mask, out)
     else:
@@ -124,17 +125,10 @@ def in_bytes(mask):
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
-def padded_bias(bias: Tensor, key_mask: Tensor | None, LP: int, dtype: torch.dtype,
-                transpose: bool) -> tuple[Tensor, Tensor]:
-    """(out, its transpose or, without transpose, nothing), in dtype. key_mask (B, L) or (1, L), other
-    than 0 where a key is present, or None."""
-    out, transposed = launch(bias, key_mask, LP, dtype, transpose)
-    return out, out.new_empty(0) if transposed is None else transposed
-
-
 def launch(bias, key_mask, LP, dtype, transpose, lift=False, bound=None):
-    """The same, and None without transpose. bias (B, H, L, L) or (B, 1, H, L, L), as out then is, too. lift:
-    what is below MASKED, -inf as well, becomes that. bound: as in common.bind()."""
+    """(out, its transpose or, without transpose, None), in dtype. bias (B, H, L, L) or (B, 1, H, L, L), as
+    out then is, too; key_mask (B, L) or (1, L), other than 0 where a key is present, or None. lift: what is
+    below MASKED, -inf as well, becomes that. bound: as in common.bind()."""
     size, name = (*bias.shape[:-2], LP, LP), "padded_bias"
     out, transposed = bias.new_empty(size, dtype=dtype), None
     if transpose:
@@ -156,4 +150,3 @@ def launch(bias, key_mask, LP, dtype, transpose, lift=False, bound=None):
     return out, transposed
 
 
-OP = operation("padded_bias", padded_bias)

@@ -1,4 +1,4 @@
-"""Our kernels in the triangle layers of OpenFold, OpenFold3, Boltz-1, Boltz-2 and Protenix:
+"""Our kernels in the triangle layers of OpenFold, OpenFold3, Boltz-1, Boltz-2, BoltzGen and Protenix:
 
     from evoformer_kernels import patch
 
@@ -13,13 +13,14 @@ import warnings
 from torch import nn
 
 from evoformer_kernels.patches.projects import LAYERS, adds
-from evoformer_kernels.patches.triangle import Unfit
+from evoformer_kernels.patches.triangle import Unfit, require
 
 CLASSES = {name for readers in LAYERS.values() for name in readers}
-PARAMETERS = {  # of their forwards: what is computed, and how, which is ours to choose
-    "self", "x", "z", "mask", "inplace_safe", "_add_with_inplace", "_inplace_chunk_size", "chunk_size",
-    "use_kernels", "use_memory_efficient_kernel", "use_deepspeed_evo_attention", "use_cueq_triangle_kernels",
-    "use_lma", "triangle_attention", "triangle_multiplicative"}
+KNOWN = {  # arguments of their forwards: what is computed, and how, which is ours to choose
+    "x", "z", "mask", "transpose_bias", "inplace_safe", "_add_with_inplace", "_inplace_chunk_size",
+    "chunk_size", "use_kernels", "use_memory_efficient_kernel", "use_deepspeed_evo_attention",
+    "use_cueq_triangle_kernels", "use_triton_triangle_kernels", "use_lma", "triangle_attention",
+    "triangle_multiplicative"}
 
 
 class Forward:
@@ -27,7 +28,9 @@ class Forward:
 
     def __init__(self, layer, read, smallest, said):
         self.layer, self.read, self.smallest, self.said = layer, read, smallest, said
-        self.names = list(inspect.signature(type(layer).forward).parameters)[1:]
+        parameters = inspect.signature(type(layer).forward).parameters
+        self.names = list(parameters)[1:]
+        self.unknown = {name: p.default for name, p in parameters.items() if name not in {"self", *KNOWN}}
 
     def __call__(self, *arguments, **named):
         given = dict(zip(self.names, arguments, strict=False), **named)
@@ -35,7 +38,10 @@ class Forward:
         if x.shape[-2] < self.smallest:
             return type(self.layer).forward(self.layer, *arguments, **named)
         try:
-            update = self.read(self.layer).update(x, given.get("mask"))
+            for name, default in self.unknown.items():
+                require(given.get(name, default) is default, f"an argument that is not known here, {name}")
+            turns = [True] * bool(given.get("transpose_bias"))
+            update = self.read(self.layer).update(x, given.get("mask"), *turns)
         except Unfit as reason:
             self.say(f"{type(self.layer).__name__}: {reason}; its own forward runs")
             return type(self.layer).forward(self.layer, *arguments, **named)
@@ -82,8 +88,7 @@ def known(layer):
 
 
 def check(layer, read):
-    """ValueError for a layer whose forward or whose weights are not those that its reader knows: it may do
-    something else."""
+    """ValueError for a layer whose weights are not those that its reader knows: it may do something else."""
     name = f"{type(layer).__module__}.{type(layer).__name__}"
     try:
         record = read(layer)
@@ -91,8 +96,7 @@ def check(layer, read):
         raise ValueError(f"{name} has no {error.name!r}: another release than is known here") from None
     given = [module for field in record for module in (field if isinstance(field, list) else [field])]
     known = {id(p) for module in given if isinstance(module, nn.Module) for p in module.parameters()}
-    unknown = [n for n in inspect.signature(type(layer).forward).parameters if n not in PARAMETERS]
-    unknown += [n for n, p in layer.named_parameters() if id(p) not in known]
+    unknown = [n for n, p in layer.named_parameters() if id(p) not in known]
     if unknown:
         raise ValueError(f"{name} has {unknown[0]!r}: another release than is known here")
 
@@ -104,7 +108,8 @@ def patch(model: nn.Module, smallest: int = 0) -> Patch:
     CPU's tensors, float32, widths), the layer's own forward runs, and a warning says so once. Chunk sizes
     are ignored. Masked positions of the result are undefined, and there are no second derivatives.
     ValueError, with nothing changed, for a model without such layers, for one that is patched, and for a
-    layer with such a name that is another, or has parameters or arguments that are not known here.
+    layer with such a name that is another, or has parameters that are not known here. An argument of a call that is
+    not known here leaves that call to the layer.
     """
     forwards, said = [], set()
     for layer in model.modules():

@@ -1,9 +1,10 @@
-"""The triangle layers of four projects: which attribute of each is which parameter. Read at these commits:
+"""The triangle layers of five projects: which attribute of each is which parameter. Read, and tried with their
+own code in tests, in these releases and commits:
 
     OpenFold   github.com/aqlaboratory/openfold, ce0029e (Evoformer, extra MSA stack, templates)
-    OpenFold3  github.com/aqlaboratory/openfold-3, b7940cb: another name for the projection to heads
-    Boltz      github.com/jwohlwend/boltz, 832486d: 1 and 2 (pairformer, MSA module, templates, confidence)
-    Protenix   github.com/bytedance/Protenix, 3248f8e: OpenFold's without biases
+    OpenFold3  0.4.1 and 0.5.0, b7940cb: another name for the projection to heads
+    Boltz      2.2.1, 832486d: 1 and 2 (pairformer, MSA module, templates, confidence); BoltzGen 0.3.2: the same
+    Protenix   2.0.0, 3248f8e: OpenFold's without biases
 """
 from functools import partial
 
@@ -34,12 +35,13 @@ def boltz_multiplication(layer, outgoing):
 
 OPENFOLD = dict(TriangleAttention=attention, TriangleMultiplicativeUpdate=multiplication,
                 FusedTriangleMultiplicativeUpdate=packed_multiplication)
+BOLTZ = dict(TriangleAttention=attention,
+             TriangleMultiplicationOutgoing=partial(boltz_multiplication, outgoing=True),
+             TriangleMultiplicationIncoming=partial(boltz_multiplication, outgoing=False))
 LAYERS = {  # {package: {class: its reader}}
     "openfold": OPENFOLD,
     "openfold3": OPENFOLD | dict(TriangleAttention=partial(attention, head="linear_z")),
-    "boltz": dict(TriangleAttention=attention,
-                  TriangleMultiplicationOutgoing=partial(boltz_multiplication, outgoing=True),
-                  TriangleMultiplicationIncoming=partial(boltz_multiplication, outgoing=False)),
+    "boltz": BOLTZ, "boltzgen": BOLTZ,
     "protenix": dict(TriangleAttention=attention, TriangleMultiplicativeUpdate=multiplication)}
 
 

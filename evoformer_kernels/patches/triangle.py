@@ -15,7 +15,7 @@ from evoformer_kernels.precision import product_dtype
 WHOLE_FROM = 640  # residues from which the GPU's time counts and not the host's, so that all of an attention
 # layer runs in kernels: fewer passes over memory, but more to do for the host
 
-PROJECTS = ("openfold", "openfold3", "boltz", "protenix")  # whose Linear and LayerNorm are torch's in effect
+PROJECTS = ("openfold", "openfold3", "boltz", "boltzgen", "protenix")  # whose Linear and LayerNorm are torch's in effect
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -91,7 +91,8 @@ class Attention(NamedTuple):
     heads: int
     starting: bool
 
-    def update(self, x, mask):
+    def update(self, x, mask, transpose_bias=False):
+        """transpose_bias: OpenFold3's argument, for an x that was transposed before its bias is made."""
         require(limits.runs(x), "no GPU, no Triton or no 16-bit products")
         require(self.gate is not None, "attention without a gate")
         projections = self.q, self.k, self.v, self.gate
@@ -110,12 +111,13 @@ class Attention(NamedTuple):
         whole = (waits_for_gpu(x) and limits.takes("attention sub-layer", x.shape[-1], self.heads)
                  and len(self.q.weight) == x.shape[-1]
                  and all(linear.bias is None for linear in projections[:3]))
-        out = (self.whole_layer if whole else self.core)(pair, key_mask, axis)
+        turned = (axis == 1) != transpose_bias
+        out = (self.whole_layer if whole else self.core)(pair, key_mask, axis, turned)
         return (out.transpose(1, 2) if turned else out).view(x.shape)
 
-    def whole_layer(self, pair, key_mask, axis):
+    def whole_layer(self, pair, key_mask, axis, turned):
         """All of it in kernels."""
-        from evoformer_kernels.attention.layer import Weights, attention_layer
+        from evoformer_kernels.attention.function import Weights, attention_layer
         norm_weight, norm_bias, eps = affine(self.norm)
         nothing = norm_weight.new_zeros(pair.shape[-1])
         weights = Weights(
@@ -123,18 +125,19 @@ class Attention(NamedTuple):
             torch.cat([linear.weight for linear in (self.q, self.k, self.v, self.gate)]),
             nothing if self.gate.bias is None else self.gate.bias, self.output.weight,
             nothing if self.output.bias is None else self.output.bias, self.head.weight)
-        return attention_layer(pair, weights, self.heads, axis, key_mask=key_mask, eps=eps)
+        return attention_layer(pair, weights, self.heads, axis, key_mask=key_mask, eps=eps,
+                               turned=turned)
 
-    def core(self, pair, key_mask, axis):
+    def core(self, pair, key_mask, axis, turned):
         """LayerNorm and projections in PyTorch, between them attention with its gate in kernels."""
-        from evoformer_kernels.attention.operator import gated_attention_from_python
+        from evoformer_kernels.attention.function import gated_attention
         dtype = product_dtype(pair)
         x = self.norm(pair).to(dtype)
         bias = F.linear(x, self.head.weight.to(dtype)).permute(0, 3, 1, 2)  # (B, H, X, Y)
         weight, biases = one_weight((self.q, self.k, self.v, self.gate))
         qkvg = F.linear(x, weight.to(dtype), None if biases is None else biases.to(dtype))  # (B, X, Y, 4 H D)
-        bias = bias.mT if axis == 1 else bias
-        return self.output(gated_attention_from_python(qkvg, self.heads, axis, bias, key_mask))
+        bias = bias.mT if turned else bias
+        return self.output(gated_attention([qkvg], self.heads, axis, bias, key_mask, lift=True))
 
 
 class Multiplication(NamedTuple):

@@ -64,18 +64,18 @@ class GatheredGradients(CustomGraphPass):
             if len(group) > 1:
                 group.sort(key=lambda each: -value(each[1]).shape[0])  # long ones first
                 products, *operands = map(list, zip(*group, strict=True))
-                gather(graph, products, weight_gradients.OP, *operands)
+                gather(graph, products, weight_gradients.OP.op, *operands)
 
     def gather_sums(self, graph):
         """Sums of partial sums, by the dtype of their results."""
         for dtype, nodes in self.summed(graph).items():
             if len(nodes) > 1:
-                gather(graph, nodes, sums.GATHERED_OP, [node.args[0] for node in nodes], dtype)
+                gather(graph, nodes, sums.GATHERED_OP.op, [node.args[0] for node in nodes], dtype)
 
     def summed(self, graph):
         """{dtype: the sums that can be gathered}, long ones first; of all in the graph the smallest."""
         by_size, bytes_left = [], MOST_TO_ADD_UP
-        for node in graph.find_nodes(op="call_function", target=sums.OP):
+        for node in graph.find_nodes(op="call_function", target=sums.OP.op):
             partial_sums = value(node.args[0])
             if (all(isinstance(n, int) for n in partial_sums.shape)
                     and partial_sums.device.type == self.device and only_handed_on(node)):

@@ -2,11 +2,11 @@
 import torch
 from torch import Tensor
 
-from evoformer_kernels.calls import say_plain
 from evoformer_kernels.common import check_devices, check_shapes, multiplies
+from evoformer_kernels.family import say_plain
 from evoformer_kernels.limits import CHANNELS
 from evoformer_kernels.precision import product_dtype
-from evoformer_kernels.triangle_multiplication import operator as trimul
+from evoformer_kernels.triangle_multiplication import function as trimul
 
 NAME = "triangle_multiplicative_update"
 Given = Tensor | None

@@ -134,23 +134,23 @@ def test_which_projections_stay_with_the_library():
 
 def test_a_path_without_kernels_is_said_once_for_each_kind_of_input(monkeypatch):
     pytest.importorskip("triton")
-    from evoformer_kernels import calls
-    monkeypatch.setattr(calls, "said", set())
+    from evoformer_kernels import family
+    monkeypatch.setattr(family, "said", set())
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for what in ("float32", "float32", "24 channels"):
-            calls.say_plain("some_name", what)
+            family.say_plain("some_name", what)
     assert len(found) == 2 and "some_name" in str(found[0].message) and "float32" in str(found[0].message)
 
 
-WITHOUT_TRITON = f"""
+WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import evoformer_kernels
 for name in ("triangle_attention", "triangle_multiplicative_update"):
     assert name in dir(evoformer_kernels) and not hasattr(evoformer_kernels, name)
     try:
-        exec(f"from evoformer_kernels import {{name}}")
+        exec(f"from evoformer_kernels import {name}")
     except ImportError:
         pass
 """

@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 import tiny_openfold_v2 as tof
 from evoformer_kernels import tuner
-from evoformer_kernels.calls import Call
+from evoformer_kernels.family import Plan
 from fusion_lab.measuring import retune
 from fusion_lab.training.files import UserError
 from tests.support import last_json
@@ -87,15 +87,15 @@ def test_winners_are_kept_beside_what_was_known_and_serve_from_then_on(monkeypat
 
 
 def test_calls_that_are_kept_measure_tiles_too_and_are_made_anew_for_the_winners(monkeypatch, tmp_path):
-    class Made(Call):
+    class Made(Plan):
         def __init__(self, tensors):
             pass
     monkeypatch.setattr(tuner, "cache_file", lambda: tmp_path / "gpu.json")
     x, kept = torch.zeros(1), Made.of([torch.zeros(1)])
-    assert Made.of([x]) is Made.known([x]) is kept
+    assert Made.of([x]) is kept
     with tuner.retuning():
-        assert Made.known([x]) is None and Made.of([x]) is not kept
-    assert Made.known([x]) is None
+        assert Made.of([x]) is not kept
+    assert Made.of([x]) is not kept
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])

@@ -81,7 +81,7 @@ class AttentionTwin(SubLayerTwin):
 
     def layer(self, x, axis, key_mask, drop, bias=None, bias_proj=None):
         """x + the whole sub-layer in kernels. The bias (B, H, L, L) is given, or projected by bias_proj."""
-        from evoformer_kernels.attention import layer
+        from evoformer_kernels.attention import function as layer
         norm, output = self.layer_norm, self.o_proj
         weights = layer.Weights(
             norm.weight, norm.bias, *self.packed(*self.QKV, "gate_proj"), output.weight, output.bias,
@@ -93,7 +93,7 @@ class AttentionTwin(SubLayerTwin):
         """The plain one; where only its heads fit, our kernel between the library's projections."""
         if not (self.plan.attention and limits.fits("attention", x, self.heads)):
             return super().attention(x, axis, key_mask, bias)
-        from evoformer_kernels.attention.operator import gated_attention
+        from evoformer_kernels.attention.function import gated_attention
         wide = getattr(self, "qkv_gate_proj", None)  # its result lacks the gate's bias: the kernel adds that
         projected, gate_bias = ([wide(x)], wide.bias) if wide else (self.project(x), None)
         return self.o_proj(gated_attention(projected, self.heads, axis, bias, key_mask, gate_bias))
@@ -201,7 +201,7 @@ class TriangleMultiplicationTwin(SubLayerTwin):
         return self.plan.triangle_multiplication and limits.fits("triangle multiplication", pair)
 
     def by_kernel(self, pair, seq_mask=None, drop=None):
-        from evoformer_kernels.triangle_multiplication import operator as kernels
+        from evoformer_kernels.triangle_multiplication import function as kernels
         norm, center, output, gate = self.layer_norm, self.center_norm, self.output_proj, self.output_gate
         weights = kernels.Weights(
             norm.weight, norm.bias, *self.packed(*self.SIDES, *self.GATES), center.weight, center.bias,

@@ -2,8 +2,9 @@
 import pytest
 import torch
 
-from evoformer_kernels.attention import call, padded_bias
-from evoformer_kernels.attention import operator as attention_operator
+from evoformer_kernels.attention import padded_bias, plan
+from evoformer_kernels.attention.function import gated_attention, row_attention
+from tests.kernels import references
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
@@ -16,8 +17,8 @@ def test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype):
     q, k, v = (torch.randn(1, 3, 2, length, 16).to(dtype).requires_grad_() for _ in range(3))
     keys, bias = torch.ones(1, 3, length), torch.randn(1, 2, length, length).to(dtype)
     keys[:, 1], keys[:, 2, :-3] = 0, 0
-    out = attention_operator.row_attention(q, k, v, bias, keys)
-    exact = attention_operator.reference(*(t.detach().double() for t in (q, k, v, bias)), keys)
+    out = row_attention(q, k, v, bias, keys)
+    exact = references.attention(*(t.detach().double() for t in (q, k, v, bias)), keys)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2  # some are of three keys
     assert torch.allclose(out.double(), exact, rtol=tolerance, atol=tolerance)
     out.sum().backward()
@@ -34,8 +35,8 @@ def test_a_bias_that_masks(length, dtype, lowest):
     bias, masked = torch.randn(1, 2, length, length), length - 3
     bias[..., :masked] = lowest
     bias = bias.to(dtype)  # float16 has -inf for all of them
-    out = attention_operator.row_attention(q, k, v, bias)
-    exact = attention_operator.reference(*(t.detach().double() for t in (q, k, v, bias)))
+    out = row_attention(q, k, v, bias)
+    exact = references.attention(*(t.detach().double() for t in (q, k, v, bias)))
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     assert torch.allclose(out.double(), exact, rtol=tolerance, atol=tolerance)
     out.sum().backward()
@@ -47,7 +48,7 @@ def test_zeros_are_written_where_a_row_has_one_key():
     q, keys = torch.ones(1, 3, 2, 70, 16), torch.zeros(1, 3, 70)
     keys[:, 0, 69] = keys[:, 1, :2] = 1
     key_bias, found = padded_bias.launch_key_bias(keys, 128), [q.clone(), q.clone()]
-    attention = call.Attention(call.listed([q, q, q], None, None, key_bias), 2, 0, 1.0)
+    attention = plan.AttentionPlan(plan.Inputs(q, q, q, key_mask=key_bias), 2, 0, 1.0)
     attention.zero_where_one_key_is(key_bias, *found)
     assert all(each[:, 1:].eq(1).all() and not each[:, 0].any() for each in found)
 
@@ -62,16 +63,15 @@ def test_offsets_beyond_32_bits():
     results = []
     for x in (far, near):
         x = x.detach().requires_grad_()
-        out = attention_operator.gated_attention([x], 1, 1, torch.ones(1, 1, length, length).bfloat16())
+        out = gated_attention([x], 1, 1, torch.ones(1, 1, length, length).bfloat16())
         results.append([out, *torch.autograd.grad(out.square().sum(), x)])
     assert results[0][0].any() and all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     with pytest.raises(ValueError, match="too large for one launch"):
-        attention_operator.gated_attention([far[:, ::2]], 1, 1)
+        gated_attention([far[:, ::2]], 1, 1)
 
 
 def test_a_bias_is_not_copied_where_it_lies_as_it_is_read():
-    q, own = torch.randn(1, 1, 1, 128, 16), torch.randn(1, 1, 128, 128)
-    for bias, number in ((own, 0), (own.mT, 1)):  # as it is; as attention along axis 1 takes it
-        found = attention_operator.padded_bias(bias, None, q, (1, 1, 1, 128), True)[:2]
-        assert found[number].data_ptr() == own.data_ptr()
-        assert torch.equal(found[0], bias) and torch.equal(found[1], bias.mT)
+    q, bias = torch.randn(1, 1, 1, 128, 16), torch.randn(1, 1, 128, 128)
+    inputs = plan.Inputs(q, q, q, bias=bias)
+    own, transposed, _ = plan.AttentionPlan(inputs, 1, 0, 1.0, False, True).added(inputs)
+    assert own.data_ptr() == bias.data_ptr() and torch.equal(transposed, bias.mT)

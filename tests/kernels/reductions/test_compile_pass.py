@@ -23,7 +23,8 @@ aten = torch.ops.aten
 GATHERS = tof.FusionConfig(enable_triton_weight_gradients=True)
 
 
-KINDS = dict(products=(aten.mm.default, compile_pass.weight_gradients.OP), sums=(sums.OP, sums.GATHERED_OP))
+KINDS = dict(products=(aten.mm.default, compile_pass.weight_gradients.OP.op),
+             sums=(sums.OP.op, sums.GATHERED_OP.op))
 
 
 def counted(graph, gather):

@@ -30,10 +30,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from evoformer_kernels import tuner
-from evoformer_kernels.calls import Call
 from evoformer_kernels.common import (
     candidates,
     cdiv,
@@ -44,6 +42,7 @@ from evoformer_kernels.common import (
     operation,
     shared_dtype,
 )
+from evoformer_kernels.family import Plan, once, refuse_transforms
 from evoformer_kernels.precision import product_dtype
 from evoformer_kernels.reductions import sums
 from evoformer_kernels.triangle_multiplication import kernels
@@ -100,6 +99,7 @@ CANDIDATES = dict(triangle_multiplication_front_kernel=FRONT, triangle_multiplic
                   triangle_multiplication_front_backward_kernel=FRONT_BACKWARD)
 
 
+
 def reference(pair, weights, mask=None, outgoing=True, eps=1e-5, onto=None, drop=None):
     """The same in plain PyTorch; arguments as in triangle_multiplication()."""
     c, w = pair.shape[-1], Weights(*weights)
@@ -144,9 +144,9 @@ def programs(name, B, S, C, dtype):
     return B * padded(S) ** 2 // config["BM"]
 
 
-class Given(NamedTuple):
-    """The tensors of an operator, without weights, which stand behind them. after: what has to be there
-    before backward recomputes (see projections.norm_project()); out is empty then."""
+class Inputs(NamedTuple):
+    """The tensors of an operator, without weights. after: what has to be there before backward recomputes
+    (see projections.norm_project()); out is empty then."""
     pair: Tensor
     mask: Tensor | None
     drop: Tensor | None
@@ -154,8 +154,8 @@ class Given(NamedTuple):
     after: Tensor | None = None
 
 
-class Saved(NamedTuple):
-    """What forward leaves for backward, without out: see Multiplication.forward()."""
+class Kept(NamedTuple):
+    """What forward leaves for backward, without out: see MultiplicationPlan.forward()."""
     statistics: Tensor
     normed: Tensor
     normed_product: Tensor
@@ -172,28 +172,23 @@ class Settings(NamedTuple):
     adds: bool = False
 
 
-class Multiplication(Call):
-    """The launches of triangle multiplication for tensors that look alike: sizes, strides, flags, each a
-    group of keywords. tensors: Given, and Weights behind it."""
+class MultiplicationPlan(Plan):
+    """The launches of triangle multiplication for Inputs and Weights, one behind the other, that look alike:
+    sizes, strides, flags, each a group of keywords."""
     name = "triangle multiplication"
 
     def __init__(self, tensors, *settings):
-        given, weights = Given(*tensors[:GIVEN]), Weights(*tensors[GIVEN:GIVEN + len(Weights._fields)])
-        biases = {name.upper(): getattr(weights, name) is not None
-                  for name in ("in_bias", "out_bias", "gate_bias")}
-        self.describe(given, weights.in_weight.dtype, biases, Settings(*settings))
-
-    def describe(self, given, dtype, biases, settings):
-        """dtype: of weights; biases: which there are."""
-        pair, mask, drop, _, _ = given
+        (pair, mask, drop, *_), weights = Inputs(*tensors[:INPUTS]), Weights(*tensors[INPUTS:])
         super().__init__(pair)
-        (self.B, self.S, _, self.C), self.settings = pair.shape, settings
-        self.SP = padded(self.S)
+        settings = self.settings = Settings(*settings)
+        self.B, self.S, _, self.C = pair.shape
+        self.SP, self.dtype, self.outgoing = padded(self.S), weights.in_weight.dtype, settings.outgoing
         self.P, self.positions = self.B * self.S * self.S, self.B * self.SP * self.SP
         if self.positions >= 1 << 31:  # a program counts positions in 32 bits
             raise ValueError(f"{tuple(pair.shape)} are too many positions for one launch")
-        self.biases, self.outgoing, self.dtype = biases, settings.outgoing, dtype
-        self.new = partial(torch.empty, dtype=dtype, device=pair.device)  # room for a tensor
+        self.biases = {name.upper(): getattr(weights, name) is not None
+                       for name in ("in_bias", "out_bias", "gate_bias")}
+        self.new = partial(torch.empty, dtype=self.dtype, device=pair.device)  # room for a tensor
         self.mask = dict(named_strides("mask", mask_strides(mask, self.outgoing)), MASK=mask is not None,
                          MASK_BOTH=mask is not None and mask.dim() == 3)
         strides = (0, 0, 0) if drop is None else drop.expand(pair.shape).stride()
@@ -221,16 +216,16 @@ class Multiplication(Call):
         return self.new(number * self.C, self.B, self.SP, self.SP)
 
     def start(self, kernel, tensors, options, summed=False):
-        """Call.run() with the constants that all kernels take, and the biases that this one reads."""
+        """Plan.run() with the constants that all kernels take, and the biases that this one reads."""
         self.run(kernel, tensors, self.grid, lambda: dict(
             options(), **{flag: there for flag, there in self.biases.items() if flag in kernel.arg_names},
             **self.sizes, **self.flags), summed=summed)
 
-    def forward(self, given, weights):
+    def forward(self, inputs, weights):
         """[out; for backward statistics, LN(pair), LN(product), the product, both sides].
 
-        LN(product) and the sides are empty unless settings say save; out is, if there is given.after."""
-        pair, mask, drop, onto, after = given
+        LN(product) and the sides are empty unless settings say save; out is, if there is inputs.after."""
+        pair, mask, drop, onto, after = inputs
         norm_weight, norm_bias, in_weight, in_bias, *behind = weights
         save, makes_out = self.settings.save, after is None
         normed, sides = self.new(self.P, self.C), self.planes(2)
@@ -247,7 +242,7 @@ class Multiplication(Call):
                                 OUT=makes_out))
         return [out, statistics, normed, normed_product, product, sides]
 
-    def backward(self, gradient, given, weights, saved, programs):
+    def backward(self, inputs, weights, kept, gradient, programs):
         """The five results, of P = B S S positions:
 
             dpair               like pair
@@ -258,7 +253,7 @@ class Multiplication(Call):
 
         programs: how many of both. Products of the (P, .) are left to the caller, where torch.compile sees
         them; so those outlive their use here."""
-        (pair, mask, drop, *_), (statistics, normed, normed_product, product, sides) = given, saved
+        (pair, mask, drop, *_), (statistics, normed, normed_product, product, sides) = inputs, kept
         norm_weight, _, in_weight, in_bias, center_weight, _, *behind = weights
         dpair, dprojected = pair.new_empty(pair.shape), self.new(self.P, 5 * self.C)
         dout, dproduct = self.new(self.P, self.C), self.planes(1)
@@ -276,7 +271,7 @@ class Multiplication(Call):
         return [dpair, dprojected, dout, front_sums, back_sums]
 
 
-GIVEN = len(Given._fields)
+INPUTS = len(Inputs._fields)
 
 
 def named_strides(name, strides):
@@ -291,21 +286,35 @@ def mask_strides(mask, outgoing):
     return mask.stride() if mask.dim() == 3 else (mask.stride(0), *((0, 1) if outgoing else (1, 0)))
 
 
-def forward(tensors: list[Tensor | None], outgoing: bool, eps: float, save: bool) -> list[Tensor]:
-    """Multiplication.forward() as an operator; tensors: Given, then Weights."""
-    return Multiplication.of(tensors, outgoing, eps, save).forward(tensors[:GIVEN], tensors[GIVEN:])
+def triangle_forward(
+        pair: Tensor, mask: Tensor | None, drop: Tensor | None, onto: Tensor | None, after: Tensor | None,
+        norm_weight: Tensor, norm_bias: Tensor, in_weight: Tensor, in_bias: Tensor | None,
+        center_weight: Tensor, center_bias: Tensor, out_weight: Tensor, out_bias: Tensor | None,
+        gate_weight: Tensor, gate_bias: Tensor | None, *, outgoing: bool, eps: float,
+        save: bool) -> list[Tensor]:
+    """MultiplicationPlan.forward(): Inputs, Weights and Settings by their names."""
+    inputs = Inputs(pair, mask, drop, onto, after)
+    weights = Weights(norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight,
+                      out_bias, gate_weight, gate_bias)
+    return MultiplicationPlan.of((*inputs, *weights), outgoing, eps, save).forward(inputs, weights)
 
 
-def backward(tensors: list[Tensor | None], outgoing: bool, adds: bool, programs: list[int]) -> list[Tensor]:
-    """Multiplication.backward() as an operator; tensors: Given, Weights, Saved, gradient."""
-    end = GIVEN + len(Weights._fields)
-    *saved, gradient = tensors[end:]
-    return Multiplication.of(tensors, outgoing, 0.0, False, adds).backward(
-        gradient, tensors[:GIVEN], tensors[GIVEN:end], saved, programs)
+def triangle_backward(
+        pair: Tensor, mask: Tensor | None, drop: Tensor | None, norm_weight: Tensor, norm_bias: Tensor,
+        in_weight: Tensor, in_bias: Tensor | None, center_weight: Tensor, center_bias: Tensor,
+        out_weight: Tensor, out_bias: Tensor | None, gate_weight: Tensor, gate_bias: Tensor | None,
+        statistics: Tensor, normed: Tensor, normed_product: Tensor, product: Tensor, sides: Tensor,
+        gradient: Tensor, *, outgoing: bool, adds: bool, programs: list[int]) -> list[Tensor]:
+    """MultiplicationPlan.backward(): Inputs, Weights, Kept and the rest by their names."""
+    inputs, kept = Inputs(pair, mask, drop), Kept(statistics, normed, normed_product, product, sides)
+    weights = Weights(norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight,
+                      out_bias, gate_weight, gate_bias)
+    return MultiplicationPlan.of((*inputs, *weights), outgoing, 0.0, False, adds).backward(
+        inputs, weights, kept, gradient, programs)
 
 
-FORWARD_OP = operation("triangle_forward", forward)
-BACKWARD_OP = operation("triangle_backward", backward)
+FORWARD = operation("triangle_forward", triangle_forward)
+BACKWARD = operation("triangle_backward", triangle_backward)
 
 
 class TriangleMultiplication(torch.autograd.Function):
@@ -316,24 +325,25 @@ class TriangleMultiplication(torch.autograd.Function):
     def forward(ctx, pair, mask, drop, settings, *weights):
         ctx.settings, recompute = settings
         outgoing, eps, save, adds = ctx.settings
-        given = Given(pair, mask, drop, pair if adds else None)
-        out, *saved = FORWARD_OP([*given, *weights], outgoing, eps, save and not recompute)
-        ctx.save_for_backward(pair, mask, drop, *([None] * 5 if recompute else saved), *weights)
+        inputs = Inputs(pair, mask, drop, pair if adds else None)
+        out, *kept = FORWARD(*inputs, *weights, outgoing=outgoing, eps=eps, save=save and not recompute)
+        ctx.save_for_backward(pair, mask, drop, *([None] * 5 if recompute else kept), *weights)
         return out
 
     @staticmethod
-    @once_differentiable
+    @once("triangle multiplication")
     def backward(ctx, gradient):
-        pair, mask, drop, *saved = ctx.saved_tensors
-        saved, weights = saved[:5], Weights(*saved[5:])
+        pair, mask, drop, *kept = ctx.saved_tensors
+        kept, weights = kept[:5], Weights(*kept[5:])
         outgoing, eps, _, adds = ctx.settings
-        if saved[0] is None:  # recompute
-            _, *saved = FORWARD_OP([*Given(pair, mask, None, None, gradient), *weights], outgoing, eps, True)
+        if kept[0] is None:  # recompute
+            _, *kept = FORWARD(pair, mask, None, None, gradient, *weights, outgoing=outgoing, eps=eps,
+                               save=True)
         (B, S, _, c), dtype = pair.shape, shared_dtype(weights.of_sums())
         counts = [programs(name, B, S, c, weights.in_weight.dtype) for name in SUMMING]
-        dpair, dprojected, dout, *partial_sums = BACKWARD_OP(
-            [*Given(pair, mask, drop), *weights, *saved, gradient.contiguous()], outgoing, adds, counts)
-        _, normed, normed_product, _, _ = saved
+        dpair, dprojected, dout, *partial_sums = BACKWARD(
+            pair, mask, drop, *weights, *kept, gradient, outgoing=outgoing, adds=adds, programs=counts)
+        _, normed, normed_product, _, _ = kept
         # Gradients of all weights: two products over positions, and the partial sums added up
         din_weight, dgate_weight = (dprojected.t() @ normed).split([4 * c, c])  # (4 c, c), (c, c)
         dout_weight = dout.t() @ normed_product  # (c, c)
@@ -355,6 +365,7 @@ def triangle_multiplication(pair, weights, mask=None, outgoing=True, eps=1e-5, o
     recompute: save pair alone and run forward once more in backward. No gradients for mask and drop, no
     second derivatives. ValueError for what the kernels cannot take.
     """
+    refuse_transforms("triangle multiplication")
     check_onto(onto, pair)
     dtype, (B, S, _, c) = product_dtype(pair), pair.shape
     weights = Weights(*weights).cast(dtype)

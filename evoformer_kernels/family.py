@@ -1,10 +1,9 @@
-"""Calls of a family's kernels: what follows from how their tensors look, worked out once and kept.
+"""What every family of kernels is: named inputs, a plan of launches, one autograd Function.
 
-A Call holds sizes, strides and flags, and its launches, compiled. Operators and calls from Python run the
-same one. An operator is what torch.compile, fake tensors and counters look at (watched). A call from Python
-does without: at 64 residues the GPU is done in 0.1 ms, so the host decides how long a call takes.
+A Plan holds what follows from how its inputs look: sizes, strides, flags, and launches that are ready. It is
+worked out once and kept. Forward and backward are operators (common.operation), whose launchers ask for the
+plan of their inputs. So the way is the same from Python, compiled, and with a counter watching.
 """
-import contextlib
 import functools
 import math
 import warnings
@@ -12,16 +11,15 @@ import warnings
 import torch
 
 from evoformer_kernels import tuner
-from evoformer_kernels.common import bind, check_device, is_fake
+from evoformer_kernels.common import bind, check_device, is_fake, where
 from evoformer_kernels.reductions import sums
 
-PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
-HERE, ON_AMD = contextlib.nullcontext(), bool(torch.version.hip)
+ON_AMD = bool(torch.version.hip)
 said = set()  # what say_plain() has said
 
 
-class Call:
-    """What the launches of one call share, made of its tensors (None: not there) and settings.
+class Plan:
+    """What the launches of one call share, made of its inputs (a named tuple; None: not there) and settings.
 
     A subclass has a name, and says looked_up(kernel's name): what the tuner goes by, that name, the class of
     its arguments and its candidates; fitted(config): the configuration for these sizes, with constants; and
@@ -38,17 +36,12 @@ class Call:
             check_device(self.name, x)
 
     @classmethod
-    def of(cls, tensors, *settings):
-        """The Call that is kept for tensors that look like these, or a new one; always a new one while tiles
+    def of(cls, inputs, *settings):
+        """The Plan that is kept for inputs that look like these, or a new one; always a new one while tiles
         are measured, and for fake tensors."""
-        if type(tensors[0]) not in PLAIN or tensors[0].is_meta:
-            return cls(tensors, *settings)
-        return tuner.plan(cls.kept, (*looks(tensors), *settings), lambda: cls(tensors, *settings))
-
-    @classmethod
-    def known(cls, tensors, *settings):
-        """The Call that of() keeps for tensors that look like these, or None."""
-        return None if tuner.found is not None else cls.kept.get((*looks(tensors), *settings))
+        if is_fake(inputs[0]):
+            return cls(inputs, *settings)
+        return tuner.plan(cls.kept, (*looks(inputs), *settings), lambda: cls(inputs, *settings))
 
     def programs(self, grid):
         return math.prod(grid)
@@ -90,16 +83,10 @@ def looks(tensors):
     return found
 
 
-def watched(name, tensors):
-    """Whether something looks at each operation on these tensors (None: not there): torch.compile, fake
-    tensors, a counter. RuntimeError under torch.func's transforms, which need more than there is."""
-    if torch.compiler.is_compiling():
-        return True
+def refuse_transforms(name):
+    """RuntimeError under torch.func's transforms, which need more than there is."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{name} does not run under torch.func.grad, vmap or the like: use torch.autograd")
-    if torch._C._len_torch_dispatch_stack():
-        return True
-    return not PLAIN.issuperset(map(type, tensors))
 
 
 @torch.compiler.assume_constant_result
@@ -110,26 +97,6 @@ def say_plain(name, what):
         warnings.warn(f"{name}: {what} runs in PyTorch's operations, which keep more memory than the kernels",
                       stacklevel=3)
     return True
-
-
-def where(x):
-    """A context in which launches go to x's device."""
-    if not x.is_cuda or x.device.index == torch._C._cuda_getDevice():
-        return HERE
-    return torch.cuda.device_of(x)
-
-
-def as_given(x):
-    """A context in which products on x's device keep their dtype: without autocast."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else HERE
-
-
-def laid(x, stride):
-    """x with these strides, by which kept launches read it. A saved tensor may come back from autograd with
-    others: under torch.autograd.graph.save_on_cpu(pin_memory=True), for one."""
-    own = x[tuple(slice(None if step else 1) for step in stride)]  # along what is expanded the first
-    return torch.empty_strided(own.shape, stride, dtype=x.dtype, device=x.device).copy_(own).expand(x.shape)
 
 
 class Refusal(torch.autograd.Function):
@@ -145,17 +112,21 @@ class Refusal(torch.autograd.Function):
         raise RuntimeError(f"{ctx.name} has no second derivative")
 
 
-def once(backward):
-    """A decorator for backward of an autograd.Function for calls from Python, whose ctx.call is its Call. It
-    gets a contiguous gradient, at an address that compiled kernels take. A second derivative is a
-    RuntimeError: torch's once_differentiable raises only if the gradient requires a gradient itself."""
-    @functools.wraps(backward)
-    def guarded(ctx, gradient):
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                found = guarded(ctx, gradient)
-            return Refusal.apply(torch.zeros((), requires_grad=True), ctx.call.name, *found)
-        with where(gradient):
-            gradient = gradient.contiguous()
-            return backward(ctx, gradient.clone() if gradient.data_ptr() & 15 else gradient)
-    return guarded
+def once(name):
+    """A decorator for backward of an autograd.Function of this name. It gets contiguous gradients, at
+    addresses that compiled kernels take. A second derivative is a RuntimeError: torch's once_differentiable
+    raises only if the gradient requires a gradient itself."""
+    def guard(backward):
+        @functools.wraps(backward)
+        def guarded(ctx, *gradients):
+            if torch.compiler.is_compiling():
+                return backward(ctx, *(g.contiguous() for g in gradients))
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    found = guarded(ctx, *gradients)
+                return Refusal.apply(torch.zeros((), requires_grad=True), name, *found)
+            with where(gradients[0]):
+                gradients = [g.contiguous() for g in gradients]
+                return backward(ctx, *(g.clone() if g.data_ptr() & 15 else g for g in gradients))
+        return guarded
+    return guard

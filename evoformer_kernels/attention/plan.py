@@ -17,8 +17,8 @@ itself is never stored. Behind an output projection that is one kernel with the 
 * or two kernels, where the tuner has found that it pays and a program can own all keys. One for dk and dv,
   which stores ds; one for dq and the bias from ds. They take rounds of as many rows as ds has memory for.
 
-bias_gradient.py adds up the partial sums of the bias. Nothing is added atomically: every run gives the same
-bits.
+bias_gradient.py then adds up the partial sums of the bias. Nothing is added atomically: every run gives
+the same bits.
 
 Sources: Dao et al. 2022 (arXiv:2205.14135) for attention in tiles; AlphaFold 2 supplement, Alg. 7, 8, 13, 14.
 """
@@ -32,12 +32,13 @@ import triton
 from torch import Tensor
 
 from evoformer_kernels import tuner
-from evoformer_kernels.attention import kernels, output_backward
+from evoformer_kernels.attention import bias_gradient, kernels, output_backward
 from evoformer_kernels.attention import padded_bias as padding
 from evoformer_kernels.attention.layout import as_rows, check, strides, views, with_gate
+from evoformer_kernels.attention.padded_bias import HOLD_PADDING
 from evoformer_kernels.attention.tile_candidates import CANDIDATES, STORED
-from evoformer_kernels.calls import Call
 from evoformer_kernels.common import bind, cdiv, operation, padded_width, products_in_registers
+from evoformer_kernels.family import Plan
 from evoformer_kernels.reductions import sums
 
 TUNED_BY_ROWS = ("attention_backward_bias_kernel", "attention_backward")  # their programs pass over rows
@@ -59,11 +60,6 @@ def padded_length(length):
 def longest_short():
     """Keys up to which backward takes whole rows."""
     return SHORT // 2 if products_in_registers() else SHORT
-
-
-def reads_transposed_bias(length):
-    """Whether there will be a backward, of rows of this length, that reads the transposed bias."""
-    return torch.is_grad_enabled() and length > longest_short()
 
 
 class Sizes:
@@ -136,12 +132,6 @@ class Sizes:
 
 
 @sums.constant
-def bias_sum_count(B, R, H, L, D, dtype):
-    """How many partial sums of the bias's gradient backward makes with the tuner's choice."""
-    return Sizes((B, R, H, L, D), dtype).bias_sum_count
-
-
-@sums.constant
 def gate_sum_count(B, R, H, L, D, dtype):
     """How many partial sums of the gate bias's gradient backward makes with the tuner's choice."""
     sizes = Sizes((B, R, H, L, D), dtype)
@@ -149,35 +139,68 @@ def gate_sum_count(B, R, H, L, D, dtype):
     return sizes.programs(sizes.grid(sizes.fitted(config)))
 
 
-class Given(NamedTuple):
-    """The tensors of attention: q alone is all of qkvg, packed. bias is padded, as operator.padded_bias()
-    has it, or None; gate_bias (c,) or None."""
+class Inputs(NamedTuple):
+    """The tensors of attention: q alone is all of qkvg, packed."""
+    q: Tensor
+    k: Tensor | None = None
+    v: Tensor | None = None
+    gate: Tensor | None = None
+    gate_bias: Tensor | None = None  # (c,)
+    bias: Tensor | None = None  # (B, H, L, L) or (B, 1, H, L, L)
+    key_mask: Tensor | None = None  # (B, L) of all rows, (B, R, L) or (B, R, 1, 1, L); B and R may be 1
+
+    @classmethod
+    def of(cls, qkvg, **others):
+        """From [packed] or [q, k, v] or [q, k, v, gate]."""
+        return cls(**dict(zip("qkv", qkvg, strict=False)), gate=qkvg[3] if len(qkvg) > 3 else None, **others)
+
+
+class Settings(NamedTuple):
+    heads: int
+    axis: int  # 1 or 2, or 0 where q, k and v are (B, R, H, L, D)
+    scale: float
+    lift: bool = False  # whether a bias may be below MASKED, or lie in another order than its shape has
+    learns: bool = False  # whether there may be a backward
+
+
+class Kept(NamedTuple):
+    """What forward leaves for backward beside its inputs. bias is padded, None where it is read as it is; its
+    transpose None where backward does not read that; key_bias None where nothing is added for keys."""
+    out: Tensor
+    lse: Tensor
+    bias: Tensor | None
+    bias_transposed: Tensor | None
+    key_bias: Tensor | None
+
+
+class Behind(NamedTuple):
+    """An output projection with dropout behind attention: then the gradient is that of its result."""
+    weight: Tensor | None = None
+    drop: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """Of Inputs, and what is still to be added up: partial sums of the gate bias's gradient (programs, H, D)
+    and of the projection's bias (programs, c), and du, the gradient behind the dropout."""
     q: Tensor
     k: Tensor | None
     v: Tensor | None
     gate: Tensor | None
-    gate_bias: Tensor | None
     bias: Tensor | None
-    key_bias: Tensor | None
+    gate_bias_sums: Tensor | None
+    du: Tensor | None
+    out_bias_sums: Tensor | None
 
 
-class Saved(NamedTuple):
-    """What backward reads besides. weight and drop: of a projection behind attention, whose gradient the
-    gradient then is (output_backward.py), else None."""
-    bias_transposed: Tensor | None
-    out: Tensor
-    lse: Tensor
-    gradient: Tensor
-    weight: Tensor | None
-    drop: Tensor | None
-
-
-GIVEN, NONE = len(Given._fields), (None,) * 5
-
-
-def listed(qkvg, gate_bias, bias, key_bias):
-    """An operator's tensors, as Given."""
-    return Given(*qkvg, *[None] * (4 - len(qkvg)), gate_bias, bias, key_bias)
+def form(inputs, length, settings):
+    """(folds, as_it_is, for_keys, transpose): whether the key mask goes into the bias; whether kernels read
+    the bias as it is; whether something is added to scores by key; whether backward reads a transpose."""
+    biased, mask = inputs.bias is not None, inputs.key_mask
+    folds = biased and mask is not None and mask.dim() == 2
+    exact = padded_length(length) == length
+    as_it_is = biased and not folds and not settings.lift and exact and inputs.bias.dtype in HOLD_PADDING
+    for_keys = not folds and (mask is not None or not biased and not exact)
+    return folds, as_it_is, for_keys, biased and settings.learns and length > longest_short()
 
 
 class OfScores(NamedTuple):
@@ -192,21 +215,15 @@ class OfScores(NamedTuple):
     strides: Callable  # returns those of do and dq, by their names
 
 
-class Attention(Sizes, Call):
-    """The launches of attention for tensors that look alike: sizes, strides, flags.
-
-    tensors: as Given. Of the bias it only matters whether there is one, of key_bias to which samples and rows
-    it belongs: so for calls from Python they may be a bias and a mask as they are given.
-    """
-
+class AttentionPlan(Sizes, Plan):
+    """The launches of attention for Inputs that look alike: sizes, strides, flags."""
     name = "attention"
 
-    def __init__(self, tensors, heads, axis, scale):
-        given = Given(*tensors[:GIVEN])
-        self.parts = sum(x is not None for x in given[:4])  # tensors of qkvg
-        Call.__init__(self, given.q)
-        self.layout = heads, axis
-        q, k, v, gate = with_gate(given[:self.parts], heads, axis)
+    def __init__(self, inputs, *settings):
+        settings = self.settings = Settings(*settings)
+        self.parts = sum(x is not None for x in inputs[:4])  # tensors of qkvg
+        Plan.__init__(self, inputs.q)
+        q, k, v, gate = with_gate(inputs[:self.parts], settings.heads, settings.axis)
         Sizes.__init__(self, q.shape, q.dtype)
         check(q, k, v, gate)
         # Axes 1 and 2 of a grid end at 65535; offsets within a tile have 32 bits.
@@ -214,75 +231,95 @@ class Attention(Sizes, Call):
         if max(self.B * self.H, self.R) >= 1 << 16 or TALLEST * position_stride >= 1 << 31:
             raise ValueError(f"attention over {tuple(q.shape)} is too large for one launch")
         self.stored = None  # the tuner's choice for backward, once it was asked
+        self.folds, self.as_it_is, self.for_keys, self.transpose = form(inputs, self.L, settings)
         # Numbers of five kernels, behind their tensors and in their order (see run()):
-        self.scale, self.sizes = scale, (self.R, self.H, self.L, self.LP, self.D, scale)
-        samples, rows = (1, 1) if given.key_bias is None else given.key_bias.shape[:2]
+        self.scale, self.sizes = settings.scale, (self.R, self.H, self.L, self.LP, self.D, settings.scale)
+        mask = inputs.key_mask if self.for_keys else None
+        samples, rows = (1, 1) if mask is None else (len(mask), 1 if mask.dim() == 2 else mask.shape[1])
         apart = rows * self.LP if samples > 1 else 0, self.LP if rows > 1 else 0
-        self.own_masks = given.key_bias is not None and rows == self.R  # whether rows have masks of their own
+        self.own_masks = mask is not None and rows == self.R  # whether rows have masks of their own
         self.strides = dict(key_bias_strides=apart, q_strides=strides(q))
-        self.flags = dict(KEY_BIAS=given.key_bias is not None)
-        self.bias_flag = dict(BIAS=given.bias is not None)
-        self.gate_flags = dict(GATE=axis > 0, GATE_BIAS=axis > 0 and given.gate_bias is not None)
+        self.flags, self.bias_flag = dict(KEY_BIAS=self.for_keys), dict(BIAS=inputs.bias is not None)
+        gated = settings.axis > 0
+        self.gate_flags = dict(GATE=gated, GATE_BIAS=gated and inputs.gate_bias is not None)
 
-    def forward(self, given):
-        """out (B, X, Y, c), or (B, R, H, L, D) for axis 0; lse (B, R, H, L), log2 of the sums of
-        exponentials. given: as Given."""
-        (heads, axis), (*_, gate_bias, bias, key_bias) = self.layout, given
-        q, k, v, gate = with_gate(given[:self.parts], heads, axis)
-        out = q.new_empty(q.shape if axis == 0 else (*given[0].shape[:3], self.H * self.D))
+    def added(self, inputs):
+        """What is added to scores, as kernels read it: the bias, its transpose and key_bias, or None."""
+        bias, mask, transposed, key_bias = inputs.bias, inputs.key_mask, None, None
+        if self.as_it_is:
+            bias = bias.contiguous()
+            transposed = bias.mT.contiguous() if self.transpose else None
+        elif bias is not None:
+            dtype = bias.dtype if bias.dtype in HOLD_PADDING else torch.float32
+            bias, transposed = padding.launch(bias, mask if self.folds else None, self.LP, dtype,
+                                              self.transpose, self.settings.lift, self.bound)
+        if self.for_keys:
+            mask = inputs.q.new_ones(1, self.L) if mask is None else mask
+            mask = mask[:, None] if mask.dim() == 2 else mask
+            key_bias = padding.launch_key_bias(mask, self.LP, self.bound)
+        return bias, transposed, key_bias
+
+    def forward(self, inputs):
+        """Kept; out (B, X, Y, c), or (B, R, H, L, D) for axis 0; lse (B, R, H, L), log2 of the sums of
+        exponentials."""
+        heads, axis = self.settings[:2]
+        q, k, v, gate = with_gate(inputs[:self.parts], heads, axis)
+        bias, transposed, key_bias = self.added(inputs)
+        out = q.new_empty(q.shape if axis == 0 else (*inputs.q.shape[:3], self.H * self.D))
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
         self.run(kernels.attention_forward_kernel,
-                 (q, k, v, gate, gate_bias, bias, key_bias, out, lse), self.grid,
+                 (q, k, v, gate, inputs.gate_bias, bias, key_bias, out, lse), self.grid,
                  lambda: dict(self.strides, gate_strides=strides(gate),
                               out_strides=strides(as_rows(out, heads, axis)), **self.gate_flags,
                               **self.bias_flag, **self.flags), self.sizes)
-        return [out, lse]
+        return Kept(out, lse, None if self.as_it_is else bias, transposed, key_bias)
 
-    def backward(self, given, saved, bias_sums, gate_bias_sums):
-        """Gradients, in a list: those of qkvg, each as its tensor lies, and what is still to be added up.
-        given: as Given; saved: as Saved.
+    def backward(self, inputs, kept, behind, gradient, gate_sums, bias_dtype, turned):
+        """Gradients. This plan is of inputs with the bias and the key_bias that forward kept. gate_sums: how
+        many partial sums there shall be of those; bias_dtype: of the bias's gradient; turned: whether that is
+        transposed."""
+        out, grads = kept.out, [x.new_empty(x.shape) for x in inputs[:self.parts]]
+        gate_bias_sums = None if inputs.gate_bias is None else out.new_empty(
+            gate_sums, self.H, self.D, dtype=torch.float32)
+        out_bias_sums = None if behind.weight is None else out.new_empty(
+            gate_sums, len(behind.weight), dtype=torch.float32)
+        du = None if behind.drop is None else out.new_empty(gradient.shape)
+        bias_sums = None if inputs.bias is None else out.new_empty(
+            (self.bias_sum_count, self.B, self.H, self.LP, self.LP),
+            dtype=self.dtype if self.dscores_are_sums else torch.float32)
+        made = Gradients(*grads, *[None] * (4 - self.parts), None, gate_bias_sums, du, out_bias_sums)
+        if not self.fake:
+            self.launch_backward(inputs, kept, behind, gradient, made, bias_sums)
+        return made if bias_sums is None else made._replace(bias=bias_gradient.launch(
+            bias_sums, self.L, bias_dtype, turned, self.bound))
 
-        These are so many (bias_sums, B, H, LP, LP) partial sums of the bias's gradient, for bias_gradient.py;
-        so many (gate_bias_sums, H, D) of the gate bias's; du, and (gate_bias_sums, c) of the gradient of the
-        projection's bias. Partial sums are float32, unless they are ds. What is not there is empty or None.
-        """
-        (heads, axis), qkvg, (*_, gate_bias, bias, key_bias) = self.layout, given[:self.parts], given
-        bias_transposed, out, lse, gradient, weight, drop = saved
-        *qkv, gate = with_gate(qkvg, heads, axis)
-        results = *grads, bias_sums, gate_bias_sums, du, out_bias_sums = [
-            *[x.new_empty(x.shape) for x in qkvg],
-            out.new_empty((bias_sums, self.B, self.H, self.LP, self.LP) if bias is not None else 0,
-                          dtype=self.dtype if self.dscores_are_sums else torch.float32),
-            *([None] * 3 if gate_bias is None and weight is None else (
-                out.new_empty(gate_bias_sums, self.H, self.D, dtype=torch.float32),
-                out.new_empty(0 if drop is None else gradient.shape),
-                out.new_empty(0 if weight is None else (gate_bias_sums, len(weight)), dtype=torch.float32)))]
-        if self.fake:
-            return results
-        dq, dk, dv, *dgate = views(grads, heads, axis)
-        dgate = (dgate or [dq])[0]
+    def launch_backward(self, inputs, kept, behind, gradient, made, bias_sums):
+        """Fill what backward() has made."""
+        heads, axis = self.settings[:2]
+        *qkv, gate = with_gate(inputs[:self.parts], heads, axis)
+        dq, dk, dv, *dgate = views(made[:self.parts], heads, axis)
+        dgate, out, lse = (dgate or [dq])[0], kept.out, kept.lse
         delta, do = torch.empty_like(lse), torch.empty_like(out) if axis else gradient
-        if weight is None:
-            summed = gate_bias is not None
+        if behind.weight is None:
             self.run(kernels.attention_gate_backward_kernel,
-                     (gate, gate_bias, out, gradient, dgate, do, delta,
-                      gate_bias_sums), self.grid,
-                     lambda: dict(self.gate_flags, gate_strides=strides(gate),
+                     (gate, inputs.gate_bias, out, gradient, dgate, do, delta, made.gate_bias_sums),
+                     self.grid, lambda: dict(self.gate_flags, gate_strides=strides(gate),
                                   dgate_strides=strides(dgate),
                                   out_strides=strides(as_rows(out, heads, axis))),
-                     (self.R, self.H, self.L, self.D), summed=summed)
+                     (self.R, self.H, self.L, self.D), summed=made.gate_bias_sums is not None)
         else:
-            written = output_backward.Results(do, dgate, delta, du, out_bias_sums, gate_bias_sums)
-            output_backward.launch(gradient, weight, drop, out, gate, gate_bias, written, axis)
+            written = output_backward.Results(do, dgate, delta, made.du, made.out_bias_sums,
+                                              made.gate_bias_sums)
+            output_backward.launch(gradient, behind.weight, behind.drop, out, gate, inputs.gate_bias, written,
+                                   axis)
         of_scores = OfScores(
-            qkv, bias, bias_transposed, (key_bias, do, lse, delta), dq, dk, dv,
+            qkv, inputs.bias, kept.bias_transposed, (kept.key_bias, do, lse, delta), dq, dk, dv,
             lambda: dict(out_strides=strides(as_rows(out, heads, axis)), dq_strides=strides(dq)))
         self.backward_of_scores(of_scores, bias_sums)
         if self.L == 1:
             dq.zero_(), dk.zero_()
         elif self.own_masks and not self.short:  # whose kernel does it by itself
-            self.zero_where_one_key_is(key_bias, dq, dk)
-        return results
+            self.zero_where_one_key_is(kept.key_bias, dq, dk)
 
     def backward_of_scores(self, given, bias_sums):
         """dq, dk, dv and the partial sums of the bias, in one of three ways."""
@@ -371,18 +408,31 @@ def store_dscores(call, given, bias_sums, most):
                   cdiv(end_row - first_row, shares)))
 
 
-def attention_forward(tensors: list[Tensor | None], heads: int, axis: int, scale: float) -> list[Tensor]:
-    """Attention.forward() as an operator; tensors: as Given."""
-    return Attention.of(tensors, heads, axis, scale).forward(tensors)
+def attention_forward(q: Tensor, k: Tensor | None, v: Tensor | None, gate: Tensor | None,
+                      gate_bias: Tensor | None, bias: Tensor | None, key_mask: Tensor | None, *, heads: int,
+                      axis: int, scale: float, lift: bool, learns: bool) -> list[Tensor]:
+    """AttentionPlan.forward(): Inputs and Settings by their names; returns Kept, where None is empty."""
+    inputs = Inputs(q, k, v, gate, gate_bias, bias, key_mask)
+    return listed(AttentionPlan.of(inputs, heads, axis, scale, lift, learns).forward(inputs), q)
 
 
-def attention_backward(tensors: list[Tensor | None], heads: int, axis: int, scale: float, bias_sums: int,
-                       gate_bias_sums: int) -> list[Tensor]:
-    """Attention.backward() as an operator; tensors: as Given, behind them as Saved."""
-    call = Attention.of(tensors, heads, axis, scale)
-    results = call.backward(tensors[:GIVEN], tensors[GIVEN:], bias_sums, gate_bias_sums)
-    return [tensors[0].new_empty(0) if x is None else x for x in results]
+def attention_backward(
+        q: Tensor, k: Tensor | None, v: Tensor | None, gate: Tensor | None, gate_bias: Tensor | None,
+        bias: Tensor | None, out: Tensor, lse: Tensor, bias_transposed: Tensor | None,
+        key_bias: Tensor | None, weight: Tensor | None, drop: Tensor | None, gradient: Tensor, *, heads: int,
+        axis: int, scale: float, gate_sums: int, bias_dtype: torch.dtype, turned: bool) -> list[Tensor]:
+    """AttentionPlan.backward(): Inputs, Kept, Behind and the rest by their names; bias as it was added.
+    Returns Gradients, where None is empty."""
+    inputs = Inputs(q, k, v, gate, gate_bias, bias, key_bias)
+    return listed(AttentionPlan.of(inputs, heads, axis, scale).backward(
+        inputs, Kept(out, lse, bias, bias_transposed, key_bias), Behind(weight, drop), gradient, gate_sums,
+        bias_dtype, turned), q)
 
 
-FORWARD_OP = operation("attention_forward", attention_forward)
-BACKWARD_OP = operation("attention_backward", attention_backward)
+def listed(tensors, like):
+    """An operator's results: no tensor may be None."""
+    return [like.new_empty(0) if x is None else x for x in tensors]
+
+
+FORWARD = operation("attention_forward", attention_forward)
+BACKWARD = operation("attention_backward", attention_backward)
