@@ -41,8 +41,8 @@ class Behind(NamedTuple):
 
 
 class Around(NamedTuple):
-    """eps of the LayerNorm; whether the update is added to x; whether backward recomputes y; whether attention
-    takes the transpose of the bias that LayerNorm(x) makes."""
+    """eps of the LayerNorm; whether the update is added to x; whether backward recomputes y; whether
+    attention takes the transpose of the bias that LayerNorm(x) makes."""
     eps: float = 0.0
     adds: bool = False
     recompute: bool = False
@@ -211,9 +211,9 @@ def attention_layer(x, weights, heads, axis, bias=None, key_mask=None, eps=1e-5,
     """Attention along axis 1 or 2 of LayerNorm(x), (B, X, Y, c), as an update or, given onto, added to
     that, which must be x itself.
 
-    weights: Weights. Its head_weight makes the bias of LayerNorm(x) (then X = Y; turned: whether the transpose
-    is taken, as it is for axis 1 by default), or the bias (B, H, L, L), nowhere below -1e9, is given, or there
-    is none. key_mask (B, L), or
+    weights: Weights. Its head_weight makes the bias of LayerNorm(x) (then X = Y; turned: whether the
+    transpose is taken, as it is for axis 1 by default), or the bias (B, H, L, L), nowhere below -1e9, is
+    given, or there is none. key_mask (B, L), or
     (B, R, L) for each row, other than 0 = present; drop: factors that broadcast to x, without a gradient.
     Under autocast the products are made in its dtype, and the sum in that of x.
     """

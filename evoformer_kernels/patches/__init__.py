@@ -39,7 +39,9 @@ class Forward:
             return type(self.layer).forward(self.layer, *arguments, **named)
         try:
             for name, default in self.unknown.items():
-                require(given.get(name, default) is default, f"an argument that is not known here, {name}")
+                value = given.get(name, default)
+                usual = value is default or isinstance(value, (bool, int, float, str)) and value == default
+                require(usual, f"an argument that is not known here, {name}")
             turns = [True] * bool(given.get("transpose_bias"))
             update = self.read(self.layer).update(x, given.get("mask"), *turns)
         except Unfit as reason:
@@ -108,8 +110,8 @@ def patch(model: nn.Module, smallest: int = 0) -> Patch:
     CPU's tensors, float32, widths), the layer's own forward runs, and a warning says so once. Chunk sizes
     are ignored. Masked positions of the result are undefined, and there are no second derivatives.
     ValueError, with nothing changed, for a model without such layers, for one that is patched, and for a
-    layer with such a name that is another, or has parameters that are not known here. An argument of a call that is
-    not known here leaves that call to the layer.
+    layer with such a name that is another, or has parameters that are not known here. An argument that is
+    not known here leaves a call to the layer.
     """
     forwards, said = [], set()
     for layer in model.modules():

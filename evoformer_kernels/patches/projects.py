@@ -1,9 +1,10 @@
-"""The triangle layers of five projects: which attribute of each is which parameter. Read, and tried with their
-own code in tests, in these releases and commits:
+"""The triangle layers of five projects: which attribute of each is which parameter. Read, and tried with
+their own code in tests, in these releases and commits:
 
     OpenFold   github.com/aqlaboratory/openfold, ce0029e (Evoformer, extra MSA stack, templates)
     OpenFold3  0.4.1 and 0.5.0, b7940cb: another name for the projection to heads
-    Boltz      2.2.1, 832486d: 1 and 2 (pairformer, MSA module, templates, confidence); BoltzGen 0.3.2: the same
+    Boltz      2.2.1, 832486d: 1 and 2 (pairformer, MSA module, templates, confidence)
+    BoltzGen   0.3.2: as Boltz
     Protenix   2.0.0, 3248f8e: OpenFold's without biases
 """
 from functools import partial

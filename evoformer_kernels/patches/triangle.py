@@ -15,7 +15,8 @@ from evoformer_kernels.precision import product_dtype
 WHOLE_FROM = 640  # residues from which the GPU's time counts and not the host's, so that all of an attention
 # layer runs in kernels: fewer passes over memory, but more to do for the host
 
-PROJECTS = ("openfold", "openfold3", "boltz", "boltzgen", "protenix")  # whose Linear and LayerNorm are torch's in effect
+# whose Linear and LayerNorm are torch's in effect:
+PROJECTS = ("openfold", "openfold3", "boltz", "boltzgen", "protenix")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
