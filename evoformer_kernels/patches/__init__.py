@@ -12,7 +12,7 @@ import warnings
 
 from torch import nn
 
-from evoformer_kernels.patches.projects import LAYERS, adds
+from evoformer_kernels.patches.projects import BLOCKS, LAYERS, adds
 from evoformer_kernels.patches.triangle import Unfit, require
 
 CLASSES = {name for readers in LAYERS.values() for name in readers}
@@ -28,6 +28,7 @@ class Forward:
 
     def __init__(self, layer, read, smallest, said):
         self.layer, self.read, self.smallest, self.said = layer, read, smallest, said
+        self.why = "own code: not called yet"
         parameters = inspect.signature(type(layer).forward).parameters
         self.names = list(parameters)[1:]
         self.unknown = {name: p.default for name, p in parameters.items() if name not in {"self", *KNOWN}}
@@ -36,6 +37,7 @@ class Forward:
         given = dict(zip(self.names, arguments, strict=False), **named)
         x = given[self.names[0]]
         if x.shape[-2] < self.smallest:
+            self.why = f"own code: fewer than {self.smallest} residues"
             return type(self.layer).forward(self.layer, *arguments, **named)
         try:
             for name, default in self.unknown.items():
@@ -45,8 +47,10 @@ class Forward:
             turns = [True] * bool(given.get("transpose_bias"))
             update = self.read(self.layer).update(x, given.get("mask"), *turns)
         except Unfit as reason:
+            self.why = f"own code: {reason}"
             self.say(f"{type(self.layer).__name__}: {reason}; its own forward runs")
             return type(self.layer).forward(self.layer, *arguments, **named)
+        self.why = "kernels"
         return x.add_(update) if adds(given) else update
 
     def say(self, message):
@@ -57,23 +61,44 @@ class Forward:
 
 
 class Patch:
-    """What patch() did: `layers`, and how to undo it. As a context manager it is undone at the end."""
+    """What patch() did: `layers`, `blocks`, and how to undo it. As a context manager it is undone at the
+    end."""
 
-    def __init__(self, forwards):
-        self.forwards = forwards
+    def __init__(self, forwards, blocks, names):
+        self.forwards, self.graphed, self.names = forwards, blocks, names
         self.layers: list[nn.Module] = [forward.layer for forward in forwards]
+        self.blocks: list[nn.Module] = [graphed.block for graphed in blocks]
+
+    def report(self) -> dict[str, str]:
+        """What ran at the last call of each layer and block, by their names in the model: "kernels", "graph,
+        kept", "own code: why"."""
+        ran = [(forward.layer, forward.why) for forward in self.forwards]
+        ran += [(graphed.block, graphed.why) for graphed in self.graphed]
+        return {self.names[module]: why for module, why in ran}
 
     def undo(self) -> None:
-        """Give every layer its own forward back; a second time does nothing."""
-        for forward in self.forwards:
-            if vars(forward.layer).get("forward") is forward:
-                del forward.layer.forward
+        """Give every layer and block its own forward back; a second time does nothing."""
+        for module, forward in [*zip(self.layers, self.forwards, strict=True),
+                                *zip(self.blocks, self.graphed, strict=True)]:
+            if vars(module).get("forward") is forward:
+                del module.forward
 
     def __enter__(self) -> "Patch":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+
+def blocks_of(model):
+    """The blocks of BLOCKS within a model, the outermost ones."""
+    found, inner = [], set()
+    for module in model.modules():
+        own = type(module)
+        if module not in inner and own.__name__ in BLOCKS.get(own.__module__.partition(".")[0], ()):
+            found.append(module)
+            inner |= set(module.modules())
+    return found
 
 
 def known(layer):
@@ -103,12 +128,14 @@ def check(layer, read):
         raise ValueError(f"{name} has {unknown[0]!r}: another release than is known here")
 
 
-def patch(model: nn.Module, smallest: int = 0) -> Patch:
+def patch(model: nn.Module, smallest: int = 0, graphs: bool = False) -> Patch:
     """Put our kernels into every triangle layer within a model; returns a Patch.
 
-    smallest: residues below which a layer keeps its own forward. Where a call does not fit the kernels (a
-    CPU's tensors, float32, widths), the layer's own forward runs, and a warning says so once. Chunk sizes
-    are ignored. Masked positions of the result are undefined, and there are no second derivatives.
+    smallest: residues below which a layer keeps its own forward. graphs: whether blocks that repeat are
+    captured in CUDA graphs, by the signatures of their calls, and replayed (graphs.py). Where a call does not
+    fit the kernels (a CPU's tensors, float32, widths), the layer's own forward runs, and a warning says so
+    once. Chunk sizes are ignored. Masked positions of the result are undefined, and there are no second
+    derivatives.
     ValueError, with nothing changed, for a model without such layers, for one that is patched, and for a
     layer with such a name that is another, or has parameters that are not known here. An argument that is
     not known here leaves a call to the layer.
@@ -126,4 +153,11 @@ def patch(model: nn.Module, smallest: int = 0) -> Patch:
         raise ValueError(f"{type(model).__name__} has no triangle layer of {', '.join(LAYERS)}")
     for forward in forwards:
         forward.layer.forward = forward
-    return Patch(forwards)
+    blocks = []
+    if graphs:
+        from evoformer_kernels.patches.graphs import GraphedBlock, Shared
+        shared = Shared()
+        blocks = [GraphedBlock(block, shared) for block in blocks_of(model)]
+        for graphed in blocks:
+            graphed.block.forward = graphed
+    return Patch(forwards, blocks, {module: name or "model" for name, module in model.named_modules()})

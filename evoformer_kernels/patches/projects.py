@@ -45,6 +45,12 @@ LAYERS = {  # {package: {class: its reader}}
     "boltz": BOLTZ, "boltzgen": BOLTZ,
     "protenix": dict(TriangleAttention=attention, TriangleMultiplicativeUpdate=multiplication)}
 
+OF_BOLTZ = {"PairformerLayer", "PairformerNoSeqLayer", "MSALayer"}
+BLOCKS = {  # {package: classes of blocks that repeat, which graphs.py captures}
+    "openfold": {"EvoformerBlock", "ExtraMSABlock", "TemplatePairStackBlock"},
+    "openfold3": {"PairBlock", "PairFormerBlock", "MSAModuleBlock", "TemplatePairBlock"},
+    "boltz": OF_BOLTZ, "boltzgen": OF_BOLTZ, "protenix": {"PairformerBlock", "MSABlock"}}
+
 
 def adds(given):
     """Whether a call with these arguments wants its input back with the update added, in place. One that asks

@@ -17,6 +17,7 @@ WHOLE_FROM = 640  # residues from which the GPU's time counts and not the host's
 
 # whose Linear and LayerNorm are torch's in effect:
 PROJECTS = ("openfold", "openfold3", "boltz", "boltzgen", "protenix")
+in_graph = False  # while graphs.py captures a block, and runs it once before
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -55,7 +56,7 @@ def as_pairs(x, mask):
 
 def waits_for_gpu(x):
     """Whether the host's time counts for nothing: many residues, a CUDA graph, or torch.compile."""
-    return (x.shape[-2] >= WHOLE_FROM or torch.compiler.is_compiling()
+    return (in_graph or x.shape[-2] >= WHOLE_FROM or torch.compiler.is_compiling()
             or x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
