@@ -1,6 +1,7 @@
 """The blocks of each project that hold triangle layers, at small widths, and how the project calls them."""
 import contextlib
 import copy
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -9,16 +10,17 @@ from tests.kernels.clients import ours, sources
 
 C, HEADS, WIDTH = 32, 2, 16
 TRIANGLES = dict(c_hidden_mul=C, c_hidden_pair_att=WIDTH, no_heads_pair=HEADS)
-OF_MSA = dict(c_m=C, c_z=C, c_hidden_msa_att=8, c_hidden_opm=8, no_heads_msa=2, transition_n=2, msa_dropout=0.,
-              pair_dropout=0., opm_first=True, fuse_projection_weights=False, inf=1e9, eps=1e-5, **TRIANGLES)
-OPENFOLD_TEMPLATE = dict(c_t=C, c_hidden_tri_mul=C, c_hidden_tri_att=WIDTH, no_heads=HEADS, pair_transition_n=2,
-                         dropout_rate=0., tri_mul_first=True, fuse_projection_weights=False, inf=1e9)
+OF_MSA = dict(c_m=C, c_z=C, c_hidden_msa_att=8, c_hidden_opm=8, no_heads_msa=2, transition_n=2,
+              msa_dropout=0., pair_dropout=0., opm_first=True, fuse_projection_weights=False, inf=1e9, eps=1e-5, **TRIANGLES)
+OPENFOLD_TEMPLATE = dict(c_t=C, c_hidden_tri_mul=C, c_hidden_tri_att=WIDTH, no_heads=HEADS,
+                         pair_transition_n=2, dropout_rate=0., tri_mul_first=True, fuse_projection_weights=False, inf=1e9)
 OPENFOLD3 = dict(transition_type="swiglu")
-OPENFOLD3_PAIR = dict(c_s=C, c_z=C, c_hidden_pair_bias=8, no_heads_pair_bias=2, transition_n=2, pair_dropout=0.,
-                      fuse_projection_weights=False, inf=1e9, **TRIANGLES, **OPENFOLD3)
+OPENFOLD3_PAIR = dict(c_s=C, c_z=C, c_hidden_pair_bias=8, no_heads_pair_bias=2, transition_n=2,
+                      pair_dropout=0., fuse_projection_weights=False, inf=1e9, **TRIANGLES, **OPENFOLD3)
 BOLTZ = dict(token_z=C, pairwise_head_width=WIDTH, pairwise_num_heads=HEADS)
 SHAPES = {"s": "S", "z": "SS", "m": "RS", "t": "TSS"}  # of a single representation, pairs, an MSA, templates
 ROWS, TEMPLATES = 3, 2
+PLAIN = contextlib.nullcontext()
 
 
 class Block(NamedTuple):
@@ -59,7 +61,8 @@ BLOCKS = {
             c_s=0, c_z=C, num_intermediate_factor=2, dropout=0., **TRIANGLES), dict(s=None, z="z"),
             dict(pair_mask="z"), "-z"),
         "MSA": Block("model.modules.pairformer", "MSABlock", dict(
-            c_m=C, c_z=2 * C, c_hidden=8, msa_dropout=0., pair_dropout=0., msa_max_size=4, hidden_scale_up=True),
+            c_m=C, c_z=2 * C, c_hidden=8, msa_dropout=0., pair_dropout=0., msa_max_size=4,
+            hidden_scale_up=True),
             dict(m="m", z="z"), dict(pair_mask="z"), "mz"),
         "templates": Block("model.modules.pairformer", "PairformerStack", dict(
             c_s=0, c_z=C, n_blocks=1, num_intermediate_factor=2, dropout=0.), dict(s=None, z="z"),
@@ -73,7 +76,9 @@ BLOCKS = {
                      dict(token_mask="z", msa_mask="m"), "zm"),
         "templates": Block("model.layers.pairformer", "PairformerNoSeqModule",
                            dict(num_blocks=1, dropout=0., **BOLTZ), dict(z="z"), dict(pair_mask="z"), "z")}}
-OLDER = {("commits/openfold3", "templates"): BLOCKS["openfold3"]["templates"]._replace(tensors=dict(z="t"))}
+OLDER = {  # blocks that differ from the release's; attention over the single representation is called, too
+    ("commits/openfold3", "templates"): BLOCKS["openfold3"]["templates"]._replace(tensors=dict(z="t")),
+    ("commits/openfold3", "pair"): BLOCKS["openfold3"]["pair"]._replace(calls=(3, 2))}
 BLOCKS["boltzgen"] = {
     "pair": BLOCKS["boltz"]["pair"]._replace(
         arguments=dict(token_s=C, num_heads=2, dropout=0., **BOLTZ)),
@@ -99,7 +104,8 @@ class Problem:
         self.block = OLDER.get((where, kind), BLOCKS[self.of][kind])
         torch.manual_seed(0)
         with self.project.loaded():
-            self.model = getattr(self.project.load(self.block.module), self.block.name)(**self.block.arguments)
+            made = getattr(self.project.load(self.block.module), self.block.name)
+            self.model = made(**self.block.arguments)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -108,7 +114,7 @@ class Problem:
         shape = {key: (*BATCH[self.of], *(sizes[n] for n in value)) for key, value in SHAPES.items()}
         there = torch.ones(S, device=device)
         if masked:
-            there[-(S // 8):] = 0  # as batches are padded
+            there[-(S // 8 + 1):] = 0  # as batches are padded
         self.there = {key: (there[:, None] * there if key in "zt" else there).expand(shape[key])
                       for key in SHAPES}
         channels = {key: self.block.arguments.get("c_z", C) if key == "z" else C for key in SHAPES}
@@ -124,21 +130,24 @@ class Problem:
         """(the block, its inputs, {which of SHAPES: a result}): by its own code, by the "names" of
         cuEquivariance's or by "patch". What is masked counts for nothing."""
         model = copy.deepcopy(self.model).to(dtype)
-        given = {name: key and self.tensors[key].to(dtype).requires_grad_(torch.is_grad_enabled())
+        given = {name: key and self.tensors[key].to(dtype, copy=True).requires_grad_(torch.is_grad_enabled())
                  for name, key in self.block.tensors.items()}
         if by == "names":
             flags = flags | KERNELS[self.of]
-        with self.project.loaded(), autocast, ours.patch(model) if by == "patch" else contextlib.nullcontext():
+        patched = ours.patch(model) if by == "patch" else PLAIN
+        with self.project.loaded(), autocast, patched, warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*its own forward runs")
+            warnings.filterwarnings("ignore", self.block.said)
             out = model(**given, **self.masks(dtype), **flags)
         results = zip(self.block.results, out if isinstance(out, tuple) else (out,), strict=True)
         return model, given, {key: x * self.there[key][..., None] for key, x in results if x is not None}
 
-    def inference(self, dtype, by="own", autocast=contextlib.nullcontext(), **flags):
+    def inference(self, dtype, by="own", autocast=PLAIN, **flags):
         """{which of SHAPES: a result}"""
         with torch.no_grad():
             return self.called(dtype, by, autocast, **flags)[2]
 
-    def results(self, dtype, by="own", autocast=contextlib.nullcontext(), **flags):
+    def results(self, dtype, by="own", autocast=PLAIN, **flags):
         """The same, and gradients of inputs and parameters, by name."""
         model, given, out = self.called(dtype, by, autocast, **flags)
         sum((x * self.incoming[key]).sum() for key, x in out.items()).backward()

@@ -29,10 +29,11 @@ from tests.support import SHARED, require_shared
 PROJECTS = {"boltz-2.2.1": "boltz", "boltzgen-0.3.2": "boltzgen", "openfold3-0.5.0": "openfold3",
             "protenix-2.0.0": "protenix", "commits/boltz": "boltz", "commits/openfold": "openfold",
             "commits/openfold3": "openfold3", "commits/protenix": "protenix"}  # where it lies: its package
-WITH_INIT = ("openfold3.core.model.primitives",)  # other packages' __init__ files import the world, or nothing
+WITH_INIT = ("openfold3.core.model.primitives",)  # other __init__ files import the world, or nothing
 STAND_INS = {  # for what the layers' files import and the layers that are tested do not use
     "attn_core_inplace_cuda", "scipy", "biotite", "rdkit", "openfold.utils.feats",
     "protenix.data.constants", "protenix.utils.scatter_utils"}
+FOLDER = tempfile.TemporaryDirectory(prefix="clients-")  # gone at the end
 CALLED = collections.Counter()  # how often a project has called one of our two functions
 
 
@@ -59,7 +60,7 @@ OURS = {  # modules of cuEquivariance's that projects import. Theirs leaves up t
 @functools.cache
 def folder_of(where):
     """The folder in which a project's package lies, unpacked. Skips where there is neither."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="clients-"))
+    folder = pathlib.Path(FOLDER.name, where)
     name, _, release = where.partition("-")
     if (SHARED / "clients").exists() or not release:
         return unpacked() / (where if release else "commits")
@@ -74,7 +75,7 @@ def folder_of(where):
 
 @functools.cache
 def unpacked():
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="clients-"))
+    folder = pathlib.Path(FOLDER.name)
     with tarfile.open(require_shared("clients", "sources.tar.xz")) as archive:
         archive.extractall(folder, filter="data")
     return folder
