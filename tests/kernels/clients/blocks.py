@@ -11,9 +11,11 @@ from tests.kernels.clients import ours, sources
 C, HEADS, WIDTH = 32, 2, 16
 TRIANGLES = dict(c_hidden_mul=C, c_hidden_pair_att=WIDTH, no_heads_pair=HEADS)
 OF_MSA = dict(c_m=C, c_z=C, c_hidden_msa_att=8, c_hidden_opm=8, no_heads_msa=2, transition_n=2,
-              msa_dropout=0., pair_dropout=0., opm_first=True, fuse_projection_weights=False, inf=1e9, eps=1e-5, **TRIANGLES)
+              msa_dropout=0., pair_dropout=0., opm_first=True, fuse_projection_weights=False,
+              inf=1e9, eps=1e-5, **TRIANGLES)
 OPENFOLD_TEMPLATE = dict(c_t=C, c_hidden_tri_mul=C, c_hidden_tri_att=WIDTH, no_heads=HEADS,
-                         pair_transition_n=2, dropout_rate=0., tri_mul_first=True, fuse_projection_weights=False, inf=1e9)
+                         pair_transition_n=2, dropout_rate=0., tri_mul_first=True,
+                         fuse_projection_weights=False, inf=1e9)
 OPENFOLD3 = dict(transition_type="swiglu")
 OPENFOLD3_PAIR = dict(c_s=C, c_z=C, c_hidden_pair_bias=8, no_heads_pair_bias=2, transition_n=2,
                       pair_dropout=0., fuse_projection_weights=False, inf=1e9, **TRIANGLES, **OPENFOLD3)

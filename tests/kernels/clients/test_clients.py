@@ -67,7 +67,7 @@ def test_under_cuequivariances_names_in_chunks(where, kind, double):
     ("patch", "commits/openfold3", "MSA", 5), ("patch", "protenix-2.0.0", "MSA", 5),
     ("patch", "boltz-2.2.1", "pair", 5), ("patch", "boltzgen-0.3.2", "MSA", 5)])
 def test_in_kernels(by, where, kind, S, on_gpu):
-    """In float32, in the interpreter, which takes 15 seconds for 17 residues, from which on Protenix calls us;
+    """In float32, in the interpreter, which takes 15 s for 17 residues, from which on Protenix calls us;
     a GPU takes all blocks and larger ones."""
     problem = Problem(where, kind, S, True)
     assert not wrong(problem.results(torch.float32, by), problem.results(torch.float32), 2e-5)
