@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusion_lab.kernels import limits
+from evoformer_kernels import limits
 from tests.kernels.clients import sources
 from tests.kernels.clients.blocks import BLOCKS, KERNELS, Problem, errors
 
