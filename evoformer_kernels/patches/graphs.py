@@ -46,12 +46,22 @@ def room_for(t):
         t.shape, dtype=t.dtype, device=t.device)
 
 
-def in_checkpoint():
-    """Whether a forward runs within torch.utils.checkpoint, which will run it again for its backward, or is
-    run again by one."""
+def in_backward():
+    """Whether a backward pass is under way, in which a checkpoint runs its forward again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def kind_of(tensors, weights, training):
+    """Which graphs a call takes. A checkpoint's forward saves tensors by hooks of its own, or runs without
+    gradients within an autograd.Function, whose inputs still ask for them."""
+    wants = any(t.requires_grad for t in tensors)
+    if not torch.is_grad_enabled():
+        return "recomputed" if wants and training else "forward only"
+    if not wants and not any(w.requires_grad for w in weights):
+        return "forward only"
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     of_checkpoint = hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
-    return of_checkpoint or torch._C._current_graph_task_id() != -1
+    return "recomputed" if of_checkpoint or in_backward() else "kept"
 
 
 class Shared:
@@ -91,7 +101,14 @@ def capturing(graph, pool, stream):
             try:
                 yield
             finally:
-                graph.capture_end()
+                try:
+                    graph.capture_end()
+                except RuntimeError:  # what ends with a capture is still to be ended
+                    torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+                    empty = torch.cuda.CUDAGraph()
+                    empty.capture_begin(capture_error_mode="thread_local")
+                    empty.capture_end()
+                    raise
     finally:
         if collects:
             gc.enable()
@@ -281,7 +298,7 @@ class GraphedBlock:
             return own(self.block, *arguments, **named)
         if captured is None or captured.kind == "kept" and captured.running() is not None:
             return own(self.block, *arguments, **named)
-        if captured.kind == "forward only":
+        if not torch.is_grad_enabled() or captured.kind == "forward only":
             outs = captured.run(tensors)
         else:
             outs = Replay.apply(captured, len(tensors), *tensors, *weights)
@@ -298,8 +315,7 @@ class GraphedBlock:
         others = [x for n, x in enumerate(flat) if n not in set(places)]
         if not all(isinstance(x, CONSTANTS) for x in others):
             raise Uncapturable("an argument that is neither a tensor nor a number")
-        learns = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *weights))
-        kind = ("recomputed" if in_checkpoint() else "kept") if learns else "forward only"
+        kind = kind_of(tensors, weights, self.block.training)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         signature = (spec, kind, autocast, *map(form_of, tensors), *others,
                      *(module.training for module in self.modules), *(w.requires_grad for w in weights))
@@ -312,7 +328,7 @@ class GraphedBlock:
                 self.moves += 1
             if self.moves > MOST_MOVES:
                 raise Uncapturable("its weights move, as sharded ones do")
-            if signature not in self.seen:
+            if signature not in self.seen or in_backward():  # where nothing can be captured
                 self.seen.add(signature)
                 return None, None, None
             try:

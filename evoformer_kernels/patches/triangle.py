@@ -113,11 +113,11 @@ class Attention(NamedTuple):
         whole = (waits_for_gpu(x) and limits.takes("attention sub-layer", x.shape[-1], self.heads)
                  and len(self.q.weight) == x.shape[-1]
                  and all(linear.bias is None for linear in projections[:3]))
-        turned = (axis == 1) != transpose_bias
-        out = (self.whole_layer if whole else self.core)(pair, key_mask, axis, turned)
+        function = self.whole_layer if whole else self.core
+        out = function(pair, key_mask, axis, turn_bias=(axis == 1) != transpose_bias)
         return (out.transpose(1, 2) if turned else out).view(x.shape)
 
-    def whole_layer(self, pair, key_mask, axis, turned):
+    def whole_layer(self, pair, key_mask, axis, turn_bias):
         """All of it in kernels."""
         from evoformer_kernels.attention.function import Weights, attention_layer
         norm_weight, norm_bias, eps = affine(self.norm)
@@ -128,9 +128,9 @@ class Attention(NamedTuple):
             nothing if self.gate.bias is None else self.gate.bias, self.output.weight,
             nothing if self.output.bias is None else self.output.bias, self.head.weight)
         return attention_layer(pair, weights, self.heads, axis, key_mask=key_mask, eps=eps,
-                               turned=turned)
+                               turned=turn_bias)
 
-    def core(self, pair, key_mask, axis, turned):
+    def core(self, pair, key_mask, axis, turn_bias):
         """LayerNorm and projections in PyTorch, between them attention with its gate in kernels."""
         from evoformer_kernels.attention.function import gated_attention
         dtype = product_dtype(pair)
@@ -138,7 +138,7 @@ class Attention(NamedTuple):
         bias = F.linear(x, self.head.weight.to(dtype)).permute(0, 3, 1, 2)  # (B, H, X, Y)
         weight, biases = one_weight((self.q, self.k, self.v, self.gate))
         qkvg = F.linear(x, weight.to(dtype), None if biases is None else biases.to(dtype))  # (B, X, Y, 4 H D)
-        bias = bias.mT if turned else bias
+        bias = bias.mT if turn_bias else bias
         return self.output(gated_attention([qkvg], self.heads, axis, bias, key_mask, lift=True))
 
 
