@@ -104,14 +104,20 @@ def capturing(graph, pool, stream):
                 try:
                     graph.capture_end()
                 except RuntimeError:  # what ends with a capture is still to be ended
-                    torch._C._cuda_endAllocateToPool(stream.device_index, pool)
-                    empty = torch.cuda.CUDAGraph()
-                    empty.capture_begin(capture_error_mode="thread_local")
-                    empty.capture_end()
+                    end_capture(stream, pool)
                     raise
     finally:
         if collects:
             gc.enable()
+
+
+def end_capture(stream, pool):
+    """After a capture that failed: memory and random numbers are as outside of captures again."""
+    torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+    empty = torch.cuda.CUDAGraph()
+    empty.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device=stream.device)
+    empty.capture_end()
 
 
 class Captured:
@@ -346,9 +352,23 @@ class GraphedBlock:
         self.why = f"graph, {kind}"
         return *found[1:], weights
 
+    @contextlib.contextmanager
+    def holding(self, aliases, weights):
+        """Within, the block's parameters are the aliases."""
+        for (parameters, name), alias in zip(self.weights, aliases, strict=True):
+            parameters[name] = alias
+        try:
+            yield
+        finally:
+            for (parameters, name), weight in zip(self.weights, weights, strict=True):
+                parameters[name] = weight
+
     def capture(self, flat, spec, places, tensors, weights, kind, autocast):
         """(Captured, which outputs are tensors)."""
         form, out_spec = [], None
+        # New leaves at the same addresses: gradients of the old ones belong to the stream of the last step,
+        # as long as anything of it is alive.
+        aliases = [torch.nn.Parameter(w.detach(), w.requires_grad) for w in weights]
 
         def call(given):
             nonlocal out_spec
@@ -356,7 +376,8 @@ class GraphedBlock:
             for n, t in zip(places, given, strict=True):
                 values[n] = t
             arguments, named = pytree.tree_unflatten(values, spec)
-            with torch.autocast("cuda", dtype=autocast[1], enabled=autocast[0], cache_enabled=False):
+            cast = torch.autocast("cuda", dtype=autocast[1], enabled=autocast[0], cache_enabled=False)
+            with self.holding(aliases, weights), cast:
                 outs = type(self.block).forward(self.block, *arguments, **named)
             outs, out_spec = pytree.tree_flatten(outs)
             form[:] = [None if isinstance(x, torch.Tensor) else (x,) for x in outs]
@@ -365,7 +386,7 @@ class GraphedBlock:
         # Of a checkpoint's hooks for what is saved: here autograd saves for itself.
         with torch.cuda.device(tensors[0].device), torch.autograd.graph.saved_tensors_hooks(
                 lambda t: t, lambda t: t):
-            captured = Captured(self.shared, call, tensors, weights, kind)
+            captured = Captured(self.shared, call, tensors, aliases, kind)
         captured.out_spec = out_spec
         return captured, form
 
