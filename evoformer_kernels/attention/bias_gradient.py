@@ -24,7 +24,7 @@ LOADED = 2 << 10  # bytes that a program loads at once: 32 for each of 64 thread
 
 def launch(partial_sums, length, dtype, transpose, bound=None):
     """The gradient (B, H, length, length) in dtype, or its transpose. bound: as in common.bind()."""
-    size, name = (*partial_sums.shape[1:3], length, length), "bias_gradient"
+    size, name = (*partial_sums.shape[1:3], length, length), ("bias_gradient", dtype, transpose)
     out = partial_sums.new_empty(size, dtype=dtype)
     if bound is not None and name in bound:
         bound[name](partial_sums, out)

@@ -81,7 +81,8 @@ def sub_layer(dtype, B, X, Y, c, heads, axis, maker, masked, adds, shared, **opt
             return function(x, weights, heads, axis, bias if maker == "given" else None, key_mask, 1e-5,
                             x if adds else None, cast(drop, x), **options)
         return call
-    return run(attention_layer, **options), run(references.attention_layer), tensors
+    turned = options.get("turned")
+    return run(attention_layer, **options), run(references.attention_layer, turned=turned), tensors
 
 
 def head_bias(dtype, shape, heads):

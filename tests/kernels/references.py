@@ -45,11 +45,12 @@ def gated_attention(x, heads, axis, bias=None, key_mask=None, gate_bias=None):
     return out.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
 
 
-def attention_layer(x, weights, heads, axis, bias=None, key_mask=None, eps=1e-5, onto=None, drop=None):
+def attention_layer(x, weights, heads, axis, bias=None, key_mask=None, eps=1e-5, onto=None, drop=None,
+                    turned=None):
     norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, head_weight = weights
     y, own_bias = norm_project(x, norm_weight, norm_bias, weight, head_weight, eps)
     if own_bias is not None:
-        bias = own_bias.mT if axis == 1 else own_bias
+        bias = own_bias.mT if (axis == 1 if turned is None else turned) else own_bias
     og = gated_attention(y, heads, axis, bias, key_mask, gate_bias)
     return output_project(og, out_weight, out_bias, onto, drop)
 

@@ -23,7 +23,7 @@ from tests.kernels import test_adamw as optimizer
 from tests.kernels import test_exact as exact
 from tests.kernels import test_families as families
 from tests.kernels.attention import test_drop_in as called
-from tests.kernels.attention import test_operator as extremes
+from tests.kernels.attention import test_function as extremes
 from tests.kernels.reductions import test_weight_gradients as weights
 from tests.kernels.rule import equal, gradients, violations
 from tests.kernels.test_families import tiles_of

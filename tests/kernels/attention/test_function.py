@@ -5,6 +5,8 @@ import torch
 from evoformer_kernels.attention import padded_bias, plan
 from evoformer_kernels.attention.function import gated_attention, row_attention
 from tests.kernels import references
+from tests.kernels.problems import sub_layer
+from tests.kernels.rule import violations
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
@@ -51,6 +53,13 @@ def test_zeros_are_written_where_a_row_has_one_key():
     attention = plan.AttentionPlan(plan.Inputs(q, q, q, key_mask=key_bias), 2, 0, 1.0)
     attention.zero_where_one_key_is(key_bias, *found)
     assert all(each[:, 1:].eq(1).all() and not each[:, 0].any() for each in found)
+
+
+def test_a_plan_serves_both_orders_of_a_bias():
+    """The gradient of what makes the bias is transposed for one of two layers that look alike."""
+    for turned in (True, False, True):
+        problem = sub_layer(torch.float32, 1, 7, 7, 16, 2, 1, "own", False, False, None, turned=turned)
+        assert not violations(*problem)
 
 
 def test_offsets_beyond_32_bits():
