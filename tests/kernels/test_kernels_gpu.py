@@ -278,7 +278,7 @@ def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):
                                        enable_triton_weight_gradients=on))[0])
         assert bool(gathered) == on
     assert alike(losses)
-    for op, most in ((weight_gradients.OP, 17), (sums.GATHERED_OP, 23)):  # a block's
+    for op, most in ((weight_gradients.OP.op, 17), (sums.GATHERED_OP.op, 23)):  # a block's
         assert max(count for each, count in gathered if each == op) == most
 
 
