@@ -114,6 +114,7 @@ from tiny_openfold_v2 import Trainer, main
 
 if HAS_TRITON:
     from companions.kernels import gated_rotary
+    from evoformer_kernels.swiglu import swiglu
 
 # --- The block and its four parts, fused and plain side by side -----------------------------------------
 
@@ -187,7 +188,7 @@ class FusedSwiGLU(PackedProjections):
 
     def forward(self, x):
         if self.fusion.enable_pointwise_kernel and self.packings and runs(x):
-            return self.down_proj(gated_rotary.swiglu(self.gate_up_proj(x)))
+            return self.down_proj(swiglu(self.gate_up_proj(x)))
         gate, up = self.project(x)
         return self.down_proj(F.silu(gate) * up)
 
