@@ -37,6 +37,16 @@ def test_make_uses_an_activated_environment_with_torch_as_it_is(clone):
     assert not (clone / ".venv").exists()
 
 
+def test_an_isolated_environment_stays_isolated(clone):
+    """As the README's commands make it; make runs its Python, here a stand-in, and changes nothing of it."""
+    (clone / ".venv" / "bin").mkdir(parents=True)
+    (clone / ".venv" / "pyvenv.cfg").write_text("include-system-site-packages = false\n")
+    (clone / ".venv" / "bin" / "python").symlink_to(shutil.which("true"))
+    done = make(clone, "train", VIRTUAL_ENV=str(clone / ".venv"))
+    assert done.returncode == 0 and sorted(path.name for path in clone.glob(".venv/**/*")) == [
+        "bin", "complete-requirements", "python", "pyvenv.cfg"]
+
+
 @pytest.mark.slow
 def test_make_completes_an_environment_of_its_own_where_none_has_torch(clone, tmp_path):
     """What the base Python has is seen, and not installed again; what cannot be had is an error each time."""
