@@ -89,8 +89,11 @@ def claim_outputs(trainer, resumed):
     for name, path in paths.items():
         if path and path.endswith(OTHER_RESULTS):
             raise UserError(f"{name} {path}: so this run names other results; give it a name in .pt")
-    earlier = {path: read_saved(path, name, trainer.program) if os.path.lexists(path) else None
-               for name, path in paths.items() if path}
+    try:
+        earlier = {path: read_saved(path, name, trainer.program) if os.path.lexists(path) else None
+                   for name, path in paths.items() if path}
+    except UserError as error:
+        raise UserError(f"{error}; it was not overwritten") from None
     # Hold: no other run writes there from now on
     trainer.settings.claim_directory(resumed)
     for path in earlier:

@@ -38,7 +38,8 @@ def begun(program, *flags, directory, **modules):
 @pytest.mark.parametrize("program, flags, code, words", [
     (TRAINER, "--batchsize 3", 2, "--batchsize"), (TRAINER, "--seq-len 0", 2, "--seq-len"),
     (TRAINER, "--compare-fusion --variants foo", 2, "--variants"), (TRAINER, "query.a3m", 2, "--contacts"),
-    (TRAINER, "--contacts nofile", 2, "nofile"), (TRAINER, "--resume nofile", 2, "nofile"),
+    (TRAINER, "--contacts nofile", 2, "nofile"), (TRAINER, "--contacts . --structure nofile:A", 2, "nofile"),
+    (TRAINER, "--resume nofile", 2, "nofile"),
     (TRAINER, "--compare-with-v1 nofile", 2, "nofile"), (TRAINER, "--device gpu", 2, "gpu"),
     (TRAINER, "--help", 0, "--demo"), (SECOND, "--width 0", 2, "--width")])
 def test_flags_names_and_paths_are_judged_before_torch_is_imported(program, flags, code, words, tmp_path):

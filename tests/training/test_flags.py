@@ -1,6 +1,7 @@
 """The command line that is made of configs: its help, presets and modes, what it refuses."""
 import argparse
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -71,7 +72,9 @@ def test_every_field_is_a_flag_that_takes_its_limits_and_nothing_beyond(file, ca
     ("--num-steps x", "argument --num-steps: "), ("--seq-le 3", "--seq-le 3"), ("stray", "stray"),
     ("--enable-triton-projection", "--enable-triton-projection"),
     ("--num-stepss 5", ": --num-stepss 5 (did you mean --num-steps?)\n"), ("--lr=1", ": --lr=1\n"),
-    ("--compare_fusion --enable-qkv-fusion", "(did you mean --compare-fusion, --enable-qkv-fusion-msa?)"),
+    ("--enable-flash", "(did you mean --enable-flash-attention?)"),
+    ("--compare_fusion --enable-qkv-fusion", ": --compare_fusion --enable-qkv-fusion "
+     "(did you mean --compare-fusion, --enable-qkv-fusion-msa, --enable-qkv-fusion-triangle?)"),
     ("--msa-heads 5", "argument --msa-heads: 5: "), ("--pair-heads 5", "argument --pair-heads: 5: "),
     ("--validate-setup --retune", "argument --retune: "),
     ("--validate-setup --variants all", "argument --variants: "),
@@ -129,7 +132,7 @@ def test_a_tool_with_other_modes_hides_the_programs(capsys):
     with pytest.raises(SystemExit) as ended:
         tool.parse_args(["--version"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == f"{SECOND.name} of TinyOpenFold {__version__}\n"
+    assert capsys.readouterr().out == f"tool.py of TinyOpenFold {__version__}\n"
 
 
 @pytest.mark.parametrize("convert, taken, refused", [
@@ -159,3 +162,8 @@ def test_no_flags_mean_the_demonstration_and_single_flags_win_over_it():
     assert settings.model.seq_len == 40 and settings.training.batch_size == tof.PROGRAM.demo["batch_size"]
     _, settings, _ = parse(PARSER, tof.PROGRAM, with_demo(["--seed", "1"], tof.PROGRAM))
     assert settings.model == tof.TinyOpenFoldConfig()
+
+
+def test_the_shipped_model_has_a_name():
+    assert Path(tof.PROGRAM.settings(init_from="shipped").training.init_from).samefile(
+        ROOT / "tiny_openfold" / "models" / "families.pt")
