@@ -135,13 +135,11 @@ def claim(path, named=False, force=False, resumed=False, flag="--profile-dir"):
 
 def claim_file(path):
     """Hold the right to write a file for as long as this process lives, by a lock beside it. Raises UserError
-    where another run has it, or it cannot be written. One directory is made for it, not a whole path of them:
-    that would be a slip of the pen."""
+    where another run has it, or it cannot be written."""
     place = os.path.realpath(path)
     try:
         require_file(place)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(os.path.dirname(place))
+        os.makedirs(os.path.dirname(place), exist_ok=True)
         hold(f"{place}{LOCK}", os.O_CREAT | os.O_RDWR)
     except OSError as error:
         raise unwritten(path, error) from None

@@ -145,7 +145,9 @@ def test_a_start_that_is_refused_moves_nothing(tmp_path):
     path, foreign = tmp_path / "c.pt", tmp_path / "x.pt"
     assert train_chooser(tmp_path, "--save-checkpoint", path) == 0
     foreign.write_bytes(b"mine")
-    for more in ((), ("--save-best", foreign, "--force")):  # the directory is not empty; a file is foreign
+    nowhere = tmp_path / "no" / "such" / "b.pt"
+    # The directory is not empty; a file is foreign; a path of directories would be made
+    for more in ((), ("--save-best", foreign, "--force"), ("--save-best", nowhere, "--force")):
         assert train_chooser(tmp_path, "--save-checkpoint", path, *more) == 2
         assert sorted(os.listdir(tmp_path)) == ["c.pt", "p", "x.pt"] and foreign.read_bytes() == b"mine"
 

@@ -156,13 +156,6 @@ def test_links_are_followed_and_a_directory_is_not_replaced(tmp_path):
         files.write_text(tmp_path, "x")
 
 
-def test_one_missing_directory_is_made_and_a_path_of_them_is_not(tmp_path):
-    files.claim_file(tmp_path / "a" / "c.pt")
-    with pytest.raises(UserError, match="c.pt"):
-        files.claim_file(tmp_path / "b" / "a" / "c.pt")
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
-
-
 def test_a_full_disk_is_no_wrong_use_and_leaves_nothing(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     files.write_text(tmp_path / "x", "old")
