@@ -96,7 +96,10 @@ def test_a_session_attributes_time(session):
 def test_the_roofline_of_a_session(session):
     result = session[1]
     assert [e["name"] for e in result["roofline"]] == list(PROGRAM.model.SUBLAYERS)
-    assert all(e["measured_s"] > 0 and (e["bound"] or "ceilings" in e["note"]) for e in result["roofline"])
+    assert all(e["bound"] or "ceilings" in e["note"] for e in result["roofline"])
+    for e in result["roofline"]:  # forward and backward
+        assert e["measured_s"] == pytest.approx(sum(
+            other["total_us"] for other in result["sublayers"] if other["name"] == e["name"]) / 1e6)
 
 
 @pytest.mark.parametrize("code, ends", [(130, 130), (0, 1)])
