@@ -3,7 +3,6 @@ from fusion_lab.training import files
 
 files.quiet(__name__, "torch", "numpy", "tqdm")
 
-import inspect
 import os
 import sys
 import time
@@ -63,7 +62,7 @@ def run(argv=None):
     """Parse the command line and do what it asks; returns the exit code. Raises UserError."""
     argv = sys.argv[1:] if argv is None else argv
     default = load_program()
-    train = inspect.getmodule(default.trainer).train  # the only run, beside the only Trainer
+    train = sys.modules[default.trainer.__module__].train  # the only run, beside the only Trainer
     program = named_program(argv, default)
     arguments, settings = parse(argv, program)
     torchrun.require_alone(SCRIPT)

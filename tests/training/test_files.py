@@ -54,11 +54,13 @@ def test_mistakes_of_ours_are_not_hidden_and_success_is_silent(capsys):
     assert files.exit_code(lambda argv: len(argv), ["a", "b"], "p") == 2 and capsys.readouterr().err == ""
 
 
-PRINTING = f"""
-import sys
+BEGIN = f"""
+import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 from fusion_lab.training import files
 from fusion_lab.training.flags import Parser
+"""
+PRINTING = BEGIN + """
 run = Parser(prog="p").parse_args if "--help" in sys.argv else lambda argv: print("x" * 10 ** 6) or 0
 sys.exit(files.exit_code(run, sys.argv[1:], "p"))
 """
@@ -76,10 +78,7 @@ def test_a_full_disk_or_a_closed_pipe_behind_the_output_ends_without_a_traceback
     assert done.returncode == files.CLOSED_PIPE and done.stderr == b""
 
 
-CLOSED = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from fusion_lab.training import files
+CLOSED = BEGIN + """
 files.quiet(__name__)
 with open(sys.argv[1], "w"):
     print("to stdout", flush=True)
@@ -129,11 +128,7 @@ def test_a_signal_that_is_ignored_stays_so(monkeypatch):
 # --- Files ------------------------------------------------------------------------------------------------
 
 
-KILLED = f"""
-import os, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-from fusion_lab.training import files
-sync = os.fsync
+KILLED = BEGIN + """
 os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
 files.write_text(sys.argv[1], "new")
 """

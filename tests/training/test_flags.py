@@ -154,7 +154,8 @@ def test_one_rank_of_several_says_what_is_wrong(monkeypatch, capsys):
     assert ended.value.code == 2 and capsys.readouterr().err == ""
 
 
-def test_no_flags_mean_the_demonstration_and_single_flags_win_over_it():
+def test_what_words_stand_for():
+    """No flags mean the demonstration, and single flags win over it; the shipped model has a name."""
     settings = read_settings(tof.PROGRAM, PARSER.parse_args(with_demo([], tof.PROGRAM)))
     assert settings == tof.PROGRAM.settings(**tof.PROGRAM.demo) and settings.model.num_blocks == 1
     assert with_demo([], SECOND) == []  # which has none
@@ -162,8 +163,5 @@ def test_no_flags_mean_the_demonstration_and_single_flags_win_over_it():
     assert settings.model.seq_len == 40 and settings.training.batch_size == tof.PROGRAM.demo["batch_size"]
     _, settings, _ = parse(PARSER, tof.PROGRAM, with_demo(["--seed", "1"], tof.PROGRAM))
     assert settings.model == tof.TinyOpenFoldConfig()
-
-
-def test_the_shipped_model_has_a_name():
     assert Path(tof.PROGRAM.settings(init_from="shipped").training.init_from).samefile(
         ROOT / "tiny_openfold" / "models" / "families.pt")
