@@ -329,7 +329,7 @@ def arguments_of(argv):
     parser.add_argument("--rounds", type=whole_number(2), default=9, metavar="N",
                         help="times each way is timed (default: 9)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: auto)")
-    parser.add_argument("--ladder", nargs="*", metavar="GPU", choices=TARGETS, default=[],
+    parser.add_argument("--ladder", nargs="*", metavar="GPU", choices=TARGETS or None, default=[],
                         help=f"a register ladder for these of {', '.join(TARGETS)} (default: none)")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile (default: off)")
     parser.add_argument("--retune", action="store_true", help="measure our kernels' tiles (default: off)")
@@ -342,6 +342,8 @@ def arguments_of(argv):
 
 def run(argv):
     options = arguments_of(argv)
+    if options.ladder:
+        files.require_packages("fusion_patterns.py --ladder", "triton")
     device = choose_device(options.device)
     on_gpu = device.type == "cuda"
     if (options.retune or "here" in options.ladder) and not (on_gpu and HAS_TRITON):

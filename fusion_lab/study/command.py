@@ -4,6 +4,10 @@ The work behind launch_performance_study.sh: the order of things. Reading order:
 arguments (how it is asked for), run (how it is measured and what is kept of it), summary (what that says),
 plots and page (how it looks).
 """
+from fusion_lab.training import files
+
+files.quiet(__name__, "torch", "numpy", "tqdm")
+
 import os
 import shlex
 import sys

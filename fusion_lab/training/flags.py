@@ -57,7 +57,8 @@ def require_paths(parser, program, settings):
         value = getattr(settings.training, f.name)
         paths = value if isinstance(value, list) else [value]
         if f.metadata["read"] and value is not None and not any(
-                path == "-" or os.path.exists(path) for path in paths):
+                path == "-" or os.path.exists(path) or os.path.exists(path.rpartition(":")[0])  # FILE:CHAIN
+                for path in paths):
             parser.error(f"argument {flag(f.name)}: {paths[0]}: no such file or directory")
 
 
@@ -66,6 +67,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        if self.add_help:
+            self.add_argument("--version", action="version", help="its version, and end",
+                              version=f"{os.path.basename(self.prog)} of TinyOpenFold {__version__}")
 
     def parse_args(self, args=None, namespace=None):
         found, unknown = self.parse_known_args(args, namespace)
@@ -78,7 +82,10 @@ class Parser(argparse.ArgumentParser):
         known, near = [name for name in self._option_string_actions if name.startswith("--")], []
         for word in words:
             if word.startswith("-"):
-                near += difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), known, 1, 0.7)
+                word = word.partition("=")[0].replace("_", "-")
+                close = difflib.get_close_matches(word, known, len(known), 0.6)
+                near += [name for name in close if name.startswith(word)] or \
+                    difflib.get_close_matches(word, known, 1, 0.7)
         meant = f" (did you mean {', '.join(near)}?)" if near else ""
         self.error(f"unrecognized arguments: {shlex.join(words)}{meant}{hint}")
 
@@ -193,8 +200,6 @@ def make_parser(program, about=None, prog=None):
         add_modes(parser, program)
     parser.add_argument("--program", metavar="FILE", default=None,
                         help=f"another model's file, which ends in its PROGRAM (default: {program.name})")
-    parser.add_argument("--version", action="version", help="its version, and end",
-                        version=f"{program.name} of TinyOpenFold {__version__}")
     return parser
 
 

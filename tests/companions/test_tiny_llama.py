@@ -102,6 +102,10 @@ def test_held_out_files_are_never_read_in_training(tmp_path):
     one.write_bytes(bytes(range(250)))
     source = PROGRAM.data(PROGRAM.settings(**SIZES, seq_len=16, data=str(one)))
     assert source.seen.tolist() == [*range(225)] and source.unseen.tolist() == [*range(225, 250)]
+    starts = torch.cat([source.batch(step)["ids"][:, 0] for step in range(1000)])
+    assert {*starts.tolist()} == {*range(225 - 16)}  # every window is drawn
+    evaluated = torch.cat([batch["targets"] for batch in source.evaluation(source.seen, 5)])
+    assert (evaluated[0, 0], evaluated[-1, -1]) == (1, 224)
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path):

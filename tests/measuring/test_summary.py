@@ -58,6 +58,14 @@ def test_a_run_by_hand(monkeypatch, tmp_path, capsys):
     assert result["training_params"]["amp_dtype"] is None and result["version"] == "mlp"
 
 
+def test_a_long_run_keeps_the_times_of_its_last_thousand_steps():
+    times = np.zeros((1001, 4))
+    times[:, 1] = np.arange(1001)
+    found = summary.of_steps(SimpleNamespace(graph=None), [1.0] * 1001, times, 2)
+    assert found["step_times"] == [*range(1, 1001)]
+    assert (found["median_batch_time"], found["avg_training_speed"]) == (500, pytest.approx(2 / 500))
+
+
 def test_nobody_waits_for_a_ceiling_or_a_picture_after_ctrl_c(monkeypatch, tmp_path, capsys):
     class Interrupted(SECOND.trainer):
         def step(self, *arguments):

@@ -11,9 +11,9 @@ from fusion_lab.measuring.ranges import RECOMPUTE
 from fusion_lab.measuring.trace import read_trace
 from fusion_lab.measuring.variants import fusion_named, with_fusion
 from fusion_lab.profiler import report
+from fusion_lab.profiler.command import run
 from fusion_lab.profiler.session import ablation_names, run_session
 from fusion_lab.training.files import UserError, exit_code
-from run_pytorch_profiler import run
 from tests.support import code_of, last_json, run_program
 from tests.tiny import flags_of, settings_of
 
@@ -96,7 +96,10 @@ def test_a_session_attributes_time(session):
 def test_the_roofline_of_a_session(session):
     result = session[1]
     assert [e["name"] for e in result["roofline"]] == list(PROGRAM.model.SUBLAYERS)
-    assert all(e["measured_s"] > 0 and (e["bound"] or "ceilings" in e["note"]) for e in result["roofline"])
+    assert all(e["bound"] or "ceilings" in e["note"] for e in result["roofline"])
+    for e in result["roofline"]:  # forward and backward
+        assert e["measured_s"] == pytest.approx(sum(
+            other["total_us"] for other in result["sublayers"] if other["name"] == e["name"]) / 1e6)
 
 
 @pytest.mark.parametrize("code, ends", [(130, 130), (0, 1)])

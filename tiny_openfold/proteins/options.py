@@ -1,4 +1,5 @@
 """Options of training on proteins: where they come from, which are held out, what is drawn. No torch."""
+import os
 from dataclasses import dataclass
 
 from evoformer_kernels import limits
@@ -6,6 +7,8 @@ from fusion_lab.training import options
 from fusion_lab.training.options import option
 from tiny_openfold.layers import kernel_switches
 
+# The shipped model, of predictions without --resume and of --init-from shipped
+MODEL = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "models", "families.pt")
 # Fields that a mode takes which predicts something of one alignment.
 OF_PREDICTIONS = ("structure", "query", "min_coordinates", "resume", "eval_seqs", "output", "seed", "device",
                   "use_amp", "amp_dtype", "use_tf32", "deterministic", "json")
@@ -33,7 +36,8 @@ class TrainingConfig(options.TrainingConfig):
                                             "contact precision decides for --early-stopping and --save-best",
                                       low=1e-6, below=1.0, type=float)
     msa: str = option(None, "alignment of one real protein", type=str, metavar="FILE", read=True)
-    structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE")
+    structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE",
+                            read=True)
     query: str = option(None, "name of the query row in --msa, --contacts or --fold; default: the "
                         "first row", type=str, metavar="NAME")
     min_coordinates: float = option(0.1, "share of a real protein's residues that must have coordinates; "
@@ -52,6 +56,8 @@ class TrainingConfig(options.TrainingConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.init_from == "shipped":
+            object.__setattr__(self, "init_from", MODEL)
         if self.holdout and self.holdout_fraction is not None:
             self.refuse("holdout", "allowed without --holdout-fraction only")
         predicts = self.contacts is not None or self.fold is not None

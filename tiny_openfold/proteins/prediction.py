@@ -21,7 +21,6 @@ from fusion_lab.training.files import UserError, counted, printable
 from fusion_lab.training.machine import GIGABYTE, amp_dtype, choose_device, free_memory, process_settings
 from fusion_lab.training.models import read_model
 from fusion_lab.training.options import flag
-from fusion_lab.training.program import ROOT
 from fusion_lab.training.reporting import print_result
 from tiny_openfold.proteins import files, maps
 from tiny_openfold.proteins.batches import MOST_EXTRA, assemble, require_coordinates
@@ -38,7 +37,7 @@ from tiny_openfold.proteins.contacts import (
     run_model,
 )
 from tiny_openfold.proteins.containers import called
-from tiny_openfold.proteins.options import OF_PREDICTIONS
+from tiny_openfold.proteins.options import MODEL, OF_PREDICTIONS
 from tiny_openfold.proteins.relatives import (
     Depth,
     cautions,
@@ -49,7 +48,6 @@ from tiny_openfold.proteins.relatives import (
     some_rows,
 )
 
-MODEL = os.path.join(ROOT, "tiny_openfold", "models", "families.pt")  # what is used without --resume
 ROWS = 512                # of the alignment, without --eval-seqs
 YARDSTICK_ROWS = 4000     # of mean-field DCA, since statistics need more of them
 LONGEST_FOR_DCA = 400     # residues: 2 GB and half a minute
