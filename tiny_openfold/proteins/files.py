@@ -18,7 +18,13 @@ import numpy as np
 
 from fusion_lab.training.files import MISSING, UserError
 from tiny_openfold.proteins import containers
-from tiny_openfold.proteins.alignments import first_word, parse_alignment, split_suffix
+from tiny_openfold.proteins.alignments import (
+    FORMATS,
+    SYMBOLS,
+    first_word,
+    parse_alignment,
+    split_suffix,
+)
 from tiny_openfold.proteins.matching import align
 
 # --- Tokens ---------------------------------------------------------------------------------------------
@@ -27,10 +33,8 @@ AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"  # tokens 0..19
 UNKNOWN, GAP, MASK = 20, 21, 22       # MASK is the trainer's; no file holds it
 LETTERS = AMINO_ACIDS + "X-#"
 TOKENS = len(LETTERS)
-NO_TOKEN = 255
 
-SYMBOLS = AMINO_ACIDS + "JOX?*" + "-.~" + "BZU"
-TOKEN_OF = np.full(256, NO_TOKEN, np.uint8)  # byte of an alignment -> token
+TOKEN_OF = np.full(256, 255, np.uint8)  # byte of an alignment -> token
 TOKEN_OF[[*SYMBOLS.lower().encode()]] = TOKEN_OF[[*SYMBOLS.encode()]] = (
     [*range(20)] + 5 * [UNKNOWN] + 3 * [GAP] + [AMINO_ACIDS.index(letter) for letter in "DEC"])
 
@@ -73,10 +77,6 @@ class Protein:
 def _query_columns(path, names, rows, number):
     """Rows as bytes -> (R, L) tokens: row `number` moved to the front, the columns of its residues kept."""
     msa = _tokens(b"".join(rows)).reshape(len(rows), -1)
-    if (msa == NO_TOKEN).any():
-        row, column = np.argwhere(msa == NO_TOKEN)[0]
-        raise UserError(f"{path}: row {row + 1} ({names[row][:60]!r}) holds {chr(rows[row][column])!r}, "
-                        "which is neither an amino acid nor a gap; not an alignment of one protein")
     residues = msa[number] != GAP
     if not residues.any():
         raise UserError(f"{path}: the query, row {number + 1} ({names[number][:60]!r}), has no residues")
@@ -137,6 +137,8 @@ def _parse_structure(path):
         reason = " ".join(str(error).split())[:120]
         raise UserError(f"{path}: not a readable PDB or mmCIF file: {reason}") from None
     if not len(structure) or not structure[0].count_atom_sites():
+        if any(known.fits(data) for known in FORMATS):
+            raise UserError(f"{path}: this is an alignment; {containers.STRUCTURE} is needed")
         raise UserError(f"{path}: not {containers.STRUCTURE}; it begins with {containers.begins(data)}")
     return structure, _predicted(data, structure)
 
@@ -292,9 +294,8 @@ def _remarks(name, predicted=None):
 def load_alignment(msa_path, query=None):
     """Alignment without a structure -> Protein without coordinates, its residues numbered from 1.
 
-    Formats, told apart by content, each also packed by gzip, bzip2 or xz: A3M (called .a3m, or rows that only
-    agree without their lowercase), Stockholm, aligned FASTA, Clustal. The query is the first sequence, or the
-    row that `query` names; of several alignments in a file it names one, of a complex a chain. Columns where
+    Its format is one of alignments.FORMATS, packed or not. The query is the first sequence, or the row that
+    `query` names; of several alignments in a file it names one, of a complex a chain. Columns where
     it has a gap are dropped, and so are insertions in A3M. Every sequence stays, the query twice as well.
     Raises UserError: file unreadable, not one alignment of one chain, rows of unequal length, unknown query.
     """
@@ -342,8 +343,7 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
 
 # --- Families -------------------------------------------------------------------------------------------
 
-ALIGNMENT_SUFFIXES = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".fasta", ".fa", ".fas", ".faa", ".afa",
-                      ".aln", ".clustal", ".clw", ".msa")
+ALIGNMENT_SUFFIXES = tuple(suffix for known in FORMATS for suffix in known.suffixes)
 STRUCTURE_SUFFIXES = (".cif", ".mmcif", ".pdb", ".ent")
 
 
@@ -359,9 +359,9 @@ def alignments_in(directory):
 
 
 def load_families(directory):
-    """Directory -> (list of Protein sorted by name, names of files without a partner): each alignment
-    NAME.a3m, .sto or .fasta with the structure NAME.cif or NAME.pdb beside it, packed or not. Other files are
-    ignored. Raises UserError: no such directory, no pair in it, two files for one NAME."""
+    """Directory -> (list of Protein sorted by name, names of files without a partner): each alignment with
+    the structure of its name beside it, packed or not. Other files are ignored. Raises UserError: no such
+    directory, no pair in it, two files for one NAME."""
     try:
         paths = sorted(Path(directory).iterdir())
     except OSError as error:
@@ -374,9 +374,9 @@ def load_families(directory):
     pairs = {stem: kinds for stem, kinds in sorted(found.items()) if all(kinds)}
     alone = sorted(path.name for kinds in found.values() if not all(kinds) for path in sum(kinds, []))
     if not pairs:
-        raise UserError(f"{directory}: no families; needed are alignments NAME.a3m, .sto or .fasta, each "
-                        "with its structure NAME.cif or NAME.pdb beside it"
-                        + (f"; {alone[0]} has no such partner" if alone else ""))
+        lonely = f"; {alone[0]} has no such partner" if alone else ""
+        raise UserError("{}: no families; needed are alignments NAME{}, each beside a structure NAME{}{}".format(
+            directory, " or ".join(ALIGNMENT_SUFFIXES), " or ".join(STRUCTURE_SUFFIXES), lonely))
     for paths in (paths for kinds in pairs.values() for paths in kinds if len(paths) > 1):
         raise UserError(f"{directory}: keep one of {' and '.join(path.name for path in paths)}")
     return [load_protein(*alignments, *structures, name=stem)
