@@ -374,9 +374,9 @@ def load_families(directory):
     pairs = {stem: kinds for stem, kinds in sorted(found.items()) if all(kinds)}
     alone = sorted(path.name for kinds in found.values() if not all(kinds) for path in sum(kinds, []))
     if not pairs:
-        lonely = f"; {alone[0]} has no such partner" if alone else ""
-        raise UserError("{}: no families; needed are alignments NAME{}, each beside a structure NAME{}{}".format(
-            directory, " or ".join(ALIGNMENT_SUFFIXES), " or ".join(STRUCTURE_SUFFIXES), lonely))
+        wanted = " or ".join(ALIGNMENT_SUFFIXES), " or ".join(STRUCTURE_SUFFIXES)
+        raise UserError(f"{directory}: no families; needed are alignments NAME{wanted[0]}, each beside a "
+                        f"structure NAME{wanted[1]}" + (f"; {alone[0]} has none" if alone else ""))
     for paths in (paths for kinds in pairs.values() for paths in kinds if len(paths) > 1):
         raise UserError(f"{directory}: keep one of {' and '.join(path.name for path in paths)}")
     return [load_protein(*alignments, *structures, name=stem)
