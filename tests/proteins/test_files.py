@@ -223,6 +223,25 @@ def test_labels_that_make_no_sense_are_not_believed(sequence, labels, entity, tm
     np.testing.assert_allclose(protein.coords[:, 0], 3.8 * np.arange(10), atol=1e-3)
 
 
+def test_old_columns_behind_the_atoms_do_not_count(query, tmp_path):
+    """Until 1996 PDB files ended lines with their entry and a number, where element and charge stand now."""
+    old = [f"{line[:72]}1GDR{number:4d}" for number, line in enumerate(model(SEQUENCE), 86)]
+    for lines in old, [f"{line[:78]}9X" for line in old]:
+        path = write_model(tmp_path / "x.pdb", *lines)
+        assert columns_with_coords(load_protein(query, path).coords) == [*range(10)]
+
+
+@pytest.mark.parametrize("number", [lambda i: i % 7, lambda i: 5, lambda i: 9 - i if i > 4 else i])
+def test_residues_of_one_number_are_kept_or_refused(number, query, tmp_path):
+    path = write_model(tmp_path / "x.pdb", *(f"{line[:22]}{number(int(line[22:26])):4d}{line[26:]}"
+                                             for line in model(10 * "A")), *model("WYWY", "B"))
+    assert "chain 'A' has two residues" in one_line_error(read_structure, path)
+    assert len(read_structure(path, "B")) == 1
+    twos = write_model(tmp_path / "y.pdb", *(f"{line[:22]}{int(line[22:26]) // 2:4d}{line[26:]}"
+                                             for line in model(SEQUENCE)))
+    assert columns_with_coords(load_protein(query, twos).coords) == [*range(10)]
+
+
 def test_chain_in_two_parts_is_one(query, tmp_path):
     path = write_model(tmp_path / "x.pdb", *model(SEQUENCE, skip=range(5, 10)), *model("WYWY", chain="B"),
                        *model(SEQUENCE, skip=range(5)))
@@ -273,12 +292,18 @@ def test_a_long_query_does_not_match_by_chance(tmp_path):
     (["EXPDTA    THEORETICAL MODEL"], False, True), (["PARENT N/A"], False, True),
     (["TITLE     ALPHAFOLD MONOMER V2.0 PREDICTION FOR X"], False, True),
     (["EXPDTA    X-RAY DIFFRACTION", "REMARK 200 STARTING MODEL: ALPHAFOLD"], False, False),
-    (["REMARK   1 MODEL CREATED WITH SOMETHING"], False, True)])
+    (["REMARK   1 MODEL CREATED WITH SOMETHING"], False, True), ([], 20, False), ([], -20, False),
+    (["CRYST1    1.000    1.000    1.000  90.00  90.00  90.00 P 1           1"], True, True),
+    (["CRYST1   52.000   58.600   61.900  90.00  90.00  90.00 P 21 21 21    8"], True, False),
+    (["TITLE     A PREDICTED PROTEIN", "REMARK   2 RESOLUTION.    3.60 ANGSTROMS."], True, False),
+    ([atom("O", "HOH", "W", 1, (9, 9, 9))], True, False),
+    ([atom("CA", "CA", "W", 1, (9, 9, 9), occupancy=0.5)], True, False)])
 def test_a_prediction_is_told_from_an_experiment(first, plddt, expected, query, tmp_path):
-    """By what its file says, or by one B-factor for all atoms of a residue, as pLDDT is written."""
+    """By what its file says, or by one B-factor for all atoms of a residue, as pLDDT is written, unless facts
+    speak against it."""
     lines = [f"{line[:60]}{50 + plddt * int(line[22:26]):6.2f}{line[66:]}" for line in model(SEQUENCE)]
     path = write_model(tmp_path / "x.pdb", *first, *lines)
-    assert read_structure(path)[0].predicted is expected
+    assert bool(read_structure(path)[0].predicted) is expected
     assert any("predicted structure" in remark for remark in load_protein(query, path).remarks) is expected
     if not first:
         text = as_cif(path).read_text() + "_ma_model_list.ordinal_id 1\n"

@@ -8,6 +8,7 @@ numpy, and gemmi for structures. Whatever is wrong with a file ends in a UserErr
 tokens, alignments, structures, mapping one to the other, families. Letters in shapes: R alignment rows, L
 query residues, C residues of a chain.
 """
+import contextlib
 import itertools
 import os
 import re
@@ -86,10 +87,14 @@ def _query_columns(path, names, rows, number):
 # --- Structures -----------------------------------------------------------------------------------------
 
 BROKEN = 4.5        # Å between successive CA atoms; 3.8 in a trans, 2.9 in a cis peptide
-# What a structure says of an experiment, and what those say that AlphaFold, ESMFold and others predicted.
-EXPERIMENT = re.compile(rb"(?mi)^(EXPDTA\b(?! *THEOR)|_exptl\.method\b(?! +.?THEOR))")
-PREDICTION = re.compile(rb"(?mi)^(PARENT +N/A|data_AF-|_ma_(model|qa)_\w+\.|EXPDTA|_exptl\.method"
-                        rb"|(HEADER|TITLE|REMARK|COMPND) .*(predicted|alphafold|esmfold|model created with))")
+ONE_PLACE = 2.0     # Å between CA atoms of one residue, at most; those of neighbours are 2.9 apart
+# What a structure says of an experiment, what those say that a program predicted, and words that may mean it.
+EXPERIMENT = re.compile(rb"(?mi)^(EXPDTA\b(?! *THEOR)|_exptl\.method\b(?! +.?THEOR)"
+                        rb"|REMARK   2 RESOLUTION\. +\d|_refine\.|_em_\w+\.|_reflns\.)")
+PREDICTION = re.compile(rb"(?mi)^(PARENT +N/A|data_AF-|_ma_(model|qa)_\w+\.|EXPDTA|_exptl\.method)")
+HINTS = re.compile(rb"(?mi)^(HEADER|TITLE|REMARK|COMPND) .*(predicted|alphafold|esmfold|model created with)")
+# Columns 77 to 80 of old PDB files end the number of the line; newer ones have element and charge there.
+NUMBERED_LINES = re.compile(rb"(?m)^(?:ATOM  |HETATM).{70} *\d+ *$")
 MIN_IDENTITY = 0.9  # of two sequences said to be one: point mutants pass, homologues do not
 
 
@@ -103,7 +108,8 @@ class Chain:
     breaks: np.ndarray    # (seen residues + 1,) bool, the chain is open before this one; the ends are too
     numbers: np.ndarray   # (C,) str, the file's residue numbers with insertion codes; "" where not seen
     backbone: np.ndarray  # (C, 4, 3) float32, N, CA, C, O, Å; NaN where there is none
-    predicted: bool = False  # the file holds a prediction, not an experiment
+    predicted: str = ""  # "is" or "may be": the file holds a prediction, not an experiment
+    twice: str = ""      # a residue number that two residues have, so that one of them is lost
 
 
 def split_structure_argument(argument):
@@ -115,8 +121,8 @@ def split_structure_argument(argument):
 
 
 def _parse_structure(path):
-    """PDB or mmCIF, told apart by content -> (gemmi.Structure with entities and label_seq set, whether it is
-    a prediction)."""
+    """PDB or mmCIF, told apart by content -> (gemmi.Structure with entities and label_seq set, Chain's
+    `predicted`)."""
     try:
         import gemmi
     except ImportError:
@@ -129,7 +135,7 @@ def _parse_structure(path):
             atoms = [block for block in blocks if block.find_values("_atom_site.Cartn_x")]
             structure = gemmi.make_structure_from_block((atoms or blocks)[0])
         else:
-            structure = gemmi.read_pdb_string(text)
+            structure = _read_pdb(gemmi, text)
         structure.merge_chain_parts()
         structure.setup_entities()
         structure.assign_label_seq_id()
@@ -143,14 +149,28 @@ def _parse_structure(path):
     return structure, _predicted(data, structure)
 
 
+def _read_pdb(gemmi, text):
+    """gemmi.Structure; the last columns do not count where they are not what gemmi takes them for."""
+    if not NUMBERED_LINES.search(text):
+        with contextlib.suppress(RuntimeError):
+            return gemmi.read_pdb_string(text)
+    return gemmi.read_pdb_string(text, max_line_length=72)
+
+
 def _predicted(data, structure):
-    """Whether a program predicted this structure. Its file says so, or it names no experiment and all atoms
-    of a residue have the same B-factor, other residues another one, as pLDDT is written."""
+    """Chain's `predicted`: "is" where the file says so, "may be" where it hints at it, or all atoms of a
+    residue have one B-factor of 0 to 100, other residues another one, as pLDDT is written. What only
+    experiments find weighs more than such a guess: a crystal, waters, atoms that are there in part."""
     if EXPERIMENT.search(data) or PREDICTION.search(data):
-        return not EXPERIMENT.search(data)
-    factors = [{atom.b_iso for atom in residue}
-               for chain in structure[0] for residue in chain if len(residue) > 1]
-    return all(len(of_one) == 1 for of_one in factors) and len(set().union(*factors)) > 1
+        return "" if EXPERIMENT.search(data) else "is"
+    residues = [residue for chain in structure[0] for residue in chain]
+    atoms = [atom for residue in residues for atom in residue]
+    if structure.cell.is_crystal() or any(residue.is_water() for residue in residues) or any(
+            atom.has_altloc() or 0 < atom.occ < 1 or not 0 <= atom.b_iso <= 100 for atom in atoms):
+        return ""
+    factors = [{atom.b_iso for atom in residue} for residue in residues if len(residue) > 1]
+    like_plddt = all(len(of_one) == 1 for of_one in factors) and len(set().union(*factors)) > 1
+    return "may be" if like_plddt or HINTS.search(data) else ""
 
 
 def read_structure(path, chain=None):
@@ -170,6 +190,10 @@ def read_structure(path, chain=None):
     if not chosen:
         listed = ", ".join(f"{c.name or '(no name)'} ({c.seen.sum()} residues)" for c in chains[:12])
         raise UserError(f"{path}: no protein chain {chain!r}; it has {listed}{', ...' * (len(chains) > 12)}")
+    for candidate in chosen:
+        if candidate.twice:
+            raise UserError(f"{path}: chain {candidate.name!r} has two residues {candidate.twice}: its "
+                            "numbers begin again; renumber them, or give the second part another chain name")
     return chosen
 
 
@@ -191,8 +215,14 @@ def _read_chain(structure, model_chain):
                   gemmi.find_tabulated_residue(parents.get(name, "")).one_letter_code) for name in names)
         return _tokens("".join(next(filter(str.isalpha, pair), "X") for pair in codes).encode())
 
-    sites = itertools.groupby(polymer, key=lambda residue: (residue.seqid.num, residue.seqid.icode))
-    residues = [max(site, key=lambda r: max((atom.occ for atom in r), default=0)) for _, site in sites]
+    sites = []  # residues of which a molecule has one or the other
+    for residue in polymer:
+        if sites and residue.seqid == sites[-1][0].seqid and not _apart([residue, sites[-1][0]]):
+            sites[-1].append(residue)
+        else:
+            sites.append([residue])
+    residues = [max(site, key=lambda r: max((atom.occ for atom in r), default=0)) for site in sites]
+    twice = next((str(residue.seqid) for residue in polymer if _apart([residue])), "")
     observed = tokens([residue.name for residue in residues])
     full = tokens([gemmi.Entity.first_mon(name) for name in (entity.full_sequence if entity else [])])
     labels = np.array([residue.label_seq or 0 for residue in residues]) - 1
@@ -211,7 +241,14 @@ def _read_chain(structure, model_chain):
     numbers[labels] = [str(residue.seqid) for residue in residues]
     backbone[labels] = [[_position(residue, name) for name in ("N", "CA", "C", "O")] for residue in residues]
     breaks = np.r_[True, ~close, True]
-    return Chain(model_chain.name, full, coords, seen, breaks, numbers, backbone)
+    return Chain(model_chain.name, full, coords, seen, breaks, numbers, backbone, twice=twice)
+
+
+def _apart(residues):
+    """Whether CA atoms of residues lie too far apart to be of one, which only alternate locations may."""
+    atoms = [atom for residue in residues for atom in residue if atom.name == "CA"]
+    return any(a.altloc == b.altloc and a.pos.dist(b.pos) > ONE_PLACE
+               for a, b in itertools.combinations(atoms, 2))
 
 
 def _position(residue, atom_name):
@@ -280,14 +317,15 @@ def _row_that_matches(names, rows, chains):
     return None
 
 
-def _remarks(name, predicted=None):
-    """Of a query of this name and the path of a structure that is a prediction."""
+def _remarks(name, structure="", predicted=""):
+    """Of a query of this name and a structure's path and Chain's `predicted`."""
     found = []
     if first_word(name).endswith("_consensus"):  # HH-suite's first row of a cluster
         found.append(f"The query, {first_word(name)}, is the consensus of a cluster and no protein: choose "
                      "another row by --query")
-    if predicted is not None:
-        found.append(f"{predicted} is a predicted structure: agreement with it is no measure of precision")
+    if predicted:
+        found.append(f"{structure} {predicted} a predicted structure: agreement with one is no measure of "
+                     "precision")
     return tuple(found)
 
 
@@ -338,7 +376,7 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
     backbone = np.where(mapped[:, None, None], best.backbone[mapping[0]], np.float32(np.nan))
     return Protein(name or split_suffix(msa_path)[0], msa, coords, best.name, numbers, backbone,
                    len(rows[0]) - msa.shape[1],
-                   _remarks(names[number], structure_path if best.predicted else None))
+                   _remarks(names[number], structure_path, best.predicted))
 
 
 # --- Families -------------------------------------------------------------------------------------------
