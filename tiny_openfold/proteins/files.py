@@ -93,8 +93,6 @@ EXPERIMENT = re.compile(rb"(?mi)^(EXPDTA\b(?! *THEOR)|_exptl\.method\b(?! +.?THE
                         rb"|REMARK   2 RESOLUTION\. +\d|_refine\.|_em_\w+\.|_reflns\.)")
 PREDICTION = re.compile(rb"(?mi)^(PARENT +N/A|data_AF-|_ma_(model|qa)_\w+\.|EXPDTA|_exptl\.method)")
 HINTS = re.compile(rb"(?mi)^(HEADER|TITLE|REMARK|COMPND) .*(predicted|alphafold|esmfold|model created with)")
-# Columns 77 to 80 of old PDB files end the number of the line; newer ones have element and charge there.
-NUMBERED_LINES = re.compile(rb"(?m)^(?:ATOM  |HETATM).{70} *\d+ *$")
 MIN_IDENTITY = 0.9  # of two sequences said to be one: point mutants pass, homologues do not
 
 
@@ -150,10 +148,10 @@ def _parse_structure(path):
 
 
 def _read_pdb(gemmi, text):
-    """gemmi.Structure; the last columns do not count where they are not what gemmi takes them for."""
-    if not NUMBERED_LINES.search(text):
-        with contextlib.suppress(RuntimeError):
-            return gemmi.read_pdb_string(text)
+    """gemmi.Structure. Where its last columns are no elements and charges, as in old files, which number their
+    lines there, they do not count."""
+    with contextlib.suppress(RuntimeError):
+        return gemmi.read_pdb_string(text)
     return gemmi.read_pdb_string(text, max_line_length=72)
 
 
