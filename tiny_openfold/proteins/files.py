@@ -148,8 +148,8 @@ def _parse_structure(path):
 
 
 def _read_pdb(gemmi, text):
-    """gemmi.Structure. Where its last columns are no elements and charges, as in old files, which number their
-    lines there, they do not count."""
+    """gemmi.Structure. Where its last columns are no elements and charges, as in old files that number lines
+    there, they do not count."""
     with contextlib.suppress(RuntimeError):
         return gemmi.read_pdb_string(text)
     return gemmi.read_pdb_string(text, max_line_length=72)
