@@ -153,7 +153,7 @@ def test_kernels_that_the_profiler_did_not_record():
     (2, 1050.0, float("nan"), 0.0, 1), (1, 1000.0, 65.0, 65.0, 0),  # one may wait for the end of another
     (3, 1080.0, 30.0, 30.0, 0), (3, 1080.0, 40.5, 40.5, 0)])  # of a graph, side by side; within the jitter
 def test_impossible_times_of_kernels_reach_no_sum(kernel, start, duration, time, impossible):
-    """Kernels of 20 µs in one stream at 1000, 1050, 1080, 1085 and 1100, of launches 1, 2, 3, 3 and 4; that at
+    """Kernels of 20 µs in a stream at 1000, 1050, 1080, 1085 and 1100, of launches 1, 2, 3, 3 and 4; that at
     1080 is recorded twice. Another stream works meanwhile."""
     events = Events()
     for number, at in ((1, 1000.0), (2, 1050.0), *2 * [(3, 1080.0)], (3, 1085.0), (4, 1100.0), (5, 1001.0)):
