@@ -46,6 +46,8 @@ def test_table_holds_every_pair(tmp_path):
     assert rows["1", "14"] == ["", "18", "A", "Q", "0.9000", "12.00", "", "unknown"]
     assert rows["2", "13"] == ["5", "17", "C", "P", "0.7000", "12.00", "5.00", "yes"]
     assert rows["3", "4"] == ["6", "6A", "D", "E", "0.0000", "12.00", "10.00", "no"]
+    assert rows["3", "10"] == ["6", "14", "D", "L", "0.6000", "12.00", "20.62", "no"]  # likely, and wrong
+    assert rows["6", "9"] == ["10", "13", "G", "K", "0.0000", "12.00", "5.00", "yes"]  # unlikely, and right
 
 
 def test_a_picture_marks_right_and_wrong_pairs_and_what_is_missing():

@@ -267,6 +267,33 @@ def test_point_mutants_pass_and_homologues_do_not(mutations, accepted, tmp_path)
         assert "26 agree, 4 differ" in one_line_error(load_protein, msa, path)
 
 
+def test_a_short_exact_chain_goes_before_a_long_homologue(query, tmp_path):
+    """Of A 8 residues agree and 2 differ, of B 8 and none."""
+    path = write_model(tmp_path / "x.pdb", *model("MAYGHKWDYFC"), *model("SGHKWDEF", "B"))
+    assert load_protein(query, path).chain == "B"
+
+
+def test_a_chain_of_which_less_than_half_was_seen(tmp_path):
+    """8 of 20 residues: enough, since they are what the structure has."""
+    sequence = SEQUENCE + "NQRSTVYLIP"
+    header = [f"SEQRES   {row + 1} A   20  {' '.join(CODES[a] for a in sequence[13 * row:13 * row + 13])}"
+              for row in (0, 1)]
+    path = write_model(tmp_path / "x.pdb", *header, *model(sequence, skip=range(4, 16)), "TER")
+    msa = write(tmp_path / "x.fasta", f">q\n{sequence}\n")
+    assert columns_with_coords(load_protein(msa, path).coords) == [0, 1, 2, 3, 16, 17, 18, 19]
+
+
+def test_chains_break_where_their_ca_atoms_do(tmp_path):
+    """Not where CB atoms point to opposite sides, nor where a glycine has none."""
+    lines = model("AAGGAA")
+    lines = [line[:38] + f"{8.0 if line[22:26] == '   2' else -1.5:8.3f}" + line[46:] if line[12:16] == " CB "
+             else line for line in lines]
+    far = [f"{line[:30]}{float(line[30:38]) + 4 * (int(line[22:26]) > 3):8.3f}{line[38:]}" for line in lines]
+    for atoms, breaks in ((lines, [0, 6]), (far, [0, 3, 6])):
+        chain, = read_structure(write_model(tmp_path / "x.pdb", *atoms))
+        assert np.flatnonzero(chain.breaks).tolist() == breaks
+
+
 def test_query_longer_and_shorter_than_the_chain(tmp_path):
     path = write_model(tmp_path / "x.pdb", *model("GVLIPFYWTSCMAGHKWDEFNQRST"))
     domain = load_protein(write(tmp_path / "d.fasta", ">q\nCMAGHKWDEF\n"), path)

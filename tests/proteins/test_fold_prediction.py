@@ -120,6 +120,20 @@ def test_a_fold_that_is_not_finite_is_not_written(setup, monkeypatch):
 # --- What is said and written ----------------------------------------------------------------------------
 
 
+def test_plddt_is_lower_at_the_residues_of_low_confidence(monkeypatch):
+    """Residues 3, 4 and 24, counted from 1, keep 84% of what the others' distances promise."""
+    found, atoms = a_map()
+    found.output.update(distogram_logits=certain(a_fold(), SEQUENCE))
+    made = SimpleNamespace(atoms=a_fold().float(), energy=-2.0, terms={}, gap=0.5)
+    monkeypatch.setattr(folding, "folded", lambda *given: made)
+    sure, unsure = (dict(low_confidence=low, rows_used=2, untested="", seconds={}, card={})
+                    for low in ([], [3, 4, 24]))
+    for result in (sure, unsure):
+        fold_prediction.found_fold(torch.arange(64) / 3 + 2, 0, found, result)
+    shares = np.array(unsure["plddt_by_residue"]) / np.array(sure["plddt_by_residue"])
+    assert shares == pytest.approx([0.84 if n in (3, 4, 24) else 1 for n in range(1, 25)], abs=1e-3)
+
+
 def test_what_can_be_checked_of_a_chain():
     made = SimpleNamespace(atoms=a_fold().float(), energy=-2.0, terms=dict(a=1.0), gap=0.5)
     said = fold_prediction.quality(made, SEQUENCE)
@@ -178,6 +192,10 @@ def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
     data = json.loads(re.search(r"^const data = (.*);$", text, re.MULTILINE)[1])
     places = np.array(data["places"])
     assert structure_metrics.rmsd(places, atoms[:, 1]) < 0.01  # turned, and not mirrored
+    for seed in range(8):  # half of these need one axis turned round, lest the page shows a mirror image
+        points = np.random.default_rng(seed).normal(size=(5, 3))
+        assert np.linalg.det(fold_pictures.turned(points)[1:4] - fold_pictures.turned(points)[0]) == \
+            pytest.approx(np.linalg.det(points[1:4] - points[0]))
     spread = places.std(axis=0)
     assert spread[0] > spread[1] > spread[2] and np.abs(places.mean(axis=0)).max() < 0.01
     tenths = np.frombuffer(base64.b64decode(data["distances"]), np.uint8).reshape(24, 24)

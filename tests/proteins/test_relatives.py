@@ -90,6 +90,17 @@ def test_a_relative_is_found_by_its_sequence_whatever_its_name():
     assert nearest(tokens(MYOGLOBIN[10:60])[None], card["sequences"])[0] == "a"
 
 
+def test_an_e_value_counts_what_chance_finds_among_as_many(monkeypatch):
+    """P(score > 50) of one of 10 residues is 1 - exp(-0.01 * 10 * exp(-0.3 * 50)) = 3.059e-8."""
+    monkeypatch.setattr(relatives, "fitted", lambda *given: (0.3, 0.01))
+    monkeypatch.setattr(relatives, "local_scores", lambda profile, sequences: np.array(
+        [20.0] * 2 + [50.0] + [5.0] * (len(sequences) - 3)))
+    for count in (3, 30):
+        own = {f"f{i}": ["ACDEFGHIKL"] for i in range(count)}
+        name, e_value = relatives.nearest(np.arange(10, dtype=np.uint8)[None], own)
+        assert (name, e_value) == ("f2", pytest.approx(count * 3.059e-8, rel=1e-3))
+
+
 def test_families_without_sequences_leave_it_open_whether_there_is_a_relative():
     query, known = tokens(UBIQUITIN)[None], dict(ubiquitin=[UBIQUITIN])
     for card, expected in (({}, (None, False)), (dict(trained_on=["q"]), ("q", True)),
