@@ -3,6 +3,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 from functools import partial
 
 import numpy as np
@@ -134,6 +135,18 @@ def test_with_a_structure_there_is_precision_beside_dca(tmp_path, model_file, ca
             assert found[method][str(separation)] == pytest.approx(expected), method
     assert "L/2 = 16" in out
     assert "'B'" in refused(capsys, "--contacts", alignment, "--structure", f"{structure}:B", *FLAGS)
+
+
+def test_precisions_stand_below_their_heads(capsys):
+    found = contacts.Prediction(files.Protein("x", np.zeros((1, 30), np.uint8), np.zeros((30, 3))), {})
+    figures = {"6": dict(p_l2=0.91, p_l=0.72, chance=0.13), "24": dict(p_l2=0.54, p_l=0.35, chance=0.06)}
+    prediction.print_precisions(found, {"model": figures, "mean-field DCA": figures})
+    _, above, heads, model, dca, chance = capsys.readouterr().out.splitlines()
+    ends = [match.end() for match in re.finditer(r"P\(L(/2)?\)", heads)]
+    for line, values in ((model, [0.91, 0.72, 0.54, 0.35]), (dca, [0.91, 0.72, 0.54, 0.35]),
+                         (chance, [0.13, 0.13, 0.06, 0.06])):
+        assert [float(line[end - 5:end]) for end in ends] == values
+    assert heads.split() == 2 * ["P(L/2)", "P(L)"] and re.findall(r"\d+", above) == ["6", "24"]
 
 
 def test_how_many_rows_the_model_saw_is_told(tmp_path, monkeypatch):
