@@ -190,6 +190,24 @@ def test_several_alignments_are_predicted_by_one_model(tmp_path, model_file, cap
         assert words in refused(capsys, "--contacts", *argv, *FLAGS)
 
 
+def test_several_alignments_are_scored_beside_their_structures(tmp_path, model_file, capsys):
+    """Two are; the third has no structure."""
+    pytest.importorskip("gemmi")
+    (tmp_path / "some").mkdir()
+    for name in "abc":
+        an_alignment(tmp_path / "some" / f"{name}.a3m")
+    for name in "ab":
+        structures.write_model(tmp_path / "some" / f"{name}.pdb", *structures.model(SEQUENCE))
+    assert run("--contacts", "some", "--structure", "some", *FLAGS) == 1
+    said = capsys.readouterr()
+    assert "no structure for some/c.a3m" in said.err
+    last = json.loads(said.out.splitlines()[-1])
+    lines = [json.loads(line) for line in open(last["summary_file"])]
+    scores = [line["precision"]["model"]["6"]["p_l2"] for line in lines[:2]]
+    assert last["means"]["P(L/2) 6+"] == sum(scores) / 2 and last["failed"] == ["some/c.a3m"]
+    assert run("--contacts", "some/a.a3m", "--structure", "some", *FLAGS) == 0
+
+
 def test_a_seed_draws_the_rows(tmp_path, model_file):
     alignment, maps = an_alignment(tmp_path / "x.a3m"), []
     for number, seed in enumerate((1, 1, 2)):
