@@ -22,6 +22,7 @@ from tiny_openfold.proteins import (
     fold_pictures,
     fold_prediction,
     folding,
+    maps,
     prediction,
     structure_files,
     structure_metrics,
@@ -181,8 +182,8 @@ def a_page(path, size=24, **changes):
     result = dict(residues=size, rows=2, rows_used=2, extra_rows_used=0, effective_rows=1.5, plddt=50.0,
                   untested="<few> rows", low_confidence=[2, 3], remarks=["a <prediction>"], trained_on=True,
                   relative=dict(name="<i>", e_value=1e-9, trained=True),
-                  scores=dict(tm_score=0.51, lddt_ca=0.61, rmsd=2.0), model="m.pt",
-                  command="python <x>")
+                  scores=dict(tm_score=0.51, lddt_ca=0.61, rmsd=2.0), model="/home/me/m.pt",
+                  command="python '<x>' '/home/me/a b/x.a3m' /home/me/b.pdb:A")
     fold_pictures.write_page(path, m, atoms, np.linspace(20, 95, size), result | changes)
     return path.read_text(encoding="utf-8"), atoms, m.distances
 
@@ -203,7 +204,10 @@ def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
     assert data["low"] == [2, 3] and data["numbers"] == [str(n) for n in range(1, 25)]
     assert data["secondary"].count("H") >= 12 and data["sequence"] == SEQUENCE
     assert "DATA NOTES &lt;/script&gt;&lt;b&gt;" in text and text.count("</script>") == 1
-    assert "python &lt;x&gt;" in text and "&lt;i&gt;" in text
+    assert "&lt;x&gt;" in text and " x.a3m b.pdb:A<" in text and "&lt;i&gt;" in text
+    assert "/home/me" not in text  # a page is passed on
+    assert data["near_to_far"] == [*maps.NEAR_TO_FAR]
+    assert text.index("Roughly right overall") < text.index("mean pLDDT 50")
     assert not re.search(r"https?://|src=|@import|url\(", text)
 
 

@@ -322,8 +322,8 @@ def _remarks(name, structure="", predicted=""):
         found.append(f"The query, {first_word(name)}, is the consensus of a cluster and no protein: choose "
                      "another row by --query")
     if predicted:
-        found.append(f"{structure} {predicted} a predicted structure: agreement with one is no measure of "
-                     "precision")
+        found.append(f"{os.path.basename(structure)} {predicted} a predicted structure: agreement with one "
+                     "is no measure of precision")
     return tuple(found)
 
 
