@@ -117,9 +117,9 @@ def counted(spans):
     return [(span.name, 1, span.time) for span in kept if span], impossible
 
 
-def read_trace(path):
+def read_trace(path, name="kernelname"):
     """Also rocprof-compute's from 3.5 on, which has a row for each dispatch and counter."""
-    return counted(read_spans(path))
+    return counted(read_spans(path, name))
 
 
 def query_rocpd(path, query):
@@ -189,7 +189,7 @@ def read_kernels(directory):
 def read_memory_copies(directory):
     """Copies by the DMA engines; copies done by a kernel are in the kernel table. None if not traced."""
     rows = [row for path in result_files(directory, "*memory_copy_trace.csv")
-            for row in counted(read_spans(path, "direction"))[0]]
+            for row in read_trace(path, "direction")[0]]
     return {"count": len(rows), "time_ms": sum(time for *_, time in rows) / 1e6} if rows else None
 
 

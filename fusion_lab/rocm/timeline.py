@@ -27,8 +27,7 @@ def read_traces(directory):
     def kernels(prefix):
         found = rows(prefix, "kernel", "agentid", numbers=("correlationid", *TIMES))
         spans, _ = possible(read_spans(pathlib.Path(f"{prefix}kernel_trace.csv")) if found else [], JITTER)
-        return [(gpu, number, span.start, span.end)
-                for (gpu, number, *_), span in zip(found, spans, strict=True) if span]
+        return [(*of[:2], span.start, span.end) for of, span in zip(found, spans, strict=True) if span]
     prefixes = {re.sub(r"(kernel|hip_api)_trace\.csv$", "", str(path)) for what in ("kernel", "hip_api")
                 for path in result_files(directory, f"*{what}_trace.csv")}
     return [Trace(kernels(prefix),

@@ -203,11 +203,8 @@ def _chains(path, names, rows, lengths, numbered):
         raise UserError(f"{path}: its first line names chains of {', '.join(map(str, lengths))} residues, "
                         f"which is not what row 1 ({names[0][:60]!r}) holds; the file is damaged")
     lengths = lengths or [end - start for _, start, end in blocks]
-    called = names[0].split()
-    if len(called) != len(lengths):
-        called = [first_word(names[row]) for row, _, _ in blocks]
-    if len(called) != len(lengths):
-        called = [str(101 + i) for i in range(len(lengths))]
+    ways = names[0].split(), [first_word(names[row]) for row, _, _ in blocks], [*map(str, range(101, 999))]
+    called = next((words for words in ways if len(words) == len(lengths)), ways[-1])
     ends = [*itertools.accumulate(lengths)]
     return list(zip(called, [0, *ends], ends, strict=False))
 
