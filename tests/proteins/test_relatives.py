@@ -57,6 +57,12 @@ def test_columns_that_few_rows_fill_are_thin():
     assert Depth.of(msa).uncertain == [*range(40, 45)]
 
 
+def test_thirty_effective_rows_are_enough():
+    msa = np.random.default_rng(0).integers(0, 20, (30, 40)).astype(np.uint8)  # no two alike
+    msa[0, 7] = GAP  # of this column 29 are left
+    assert Depth.of(msa).effective == 30 and Depth.of(msa).thin == (7,)
+
+
 def test_many_rows_that_are_all_fragments_leave_every_residue_uncertain(capsys):
     """104 rows are enough as a whole, but no column is filled by more than 27 of them."""
     msa, rng = np.full((104, 200), GAP, np.uint8), np.random.default_rng(0)
