@@ -21,6 +21,7 @@ from tests.proteins.structures import (
 from tests.support import require_shared
 from tiny_openfold.proteins import files
 from tiny_openfold.proteins.files import load_families, load_protein, map_query, read_structure
+from tiny_openfold.proteins.matching import align
 
 pytest.importorskip("gemmi")
 
@@ -304,6 +305,13 @@ def test_query_longer_and_shorter_than_the_chain(tmp_path):
     assert columns_with_coords(mutant.coords) == list(range(25))
     deletion = load_protein(write(tmp_path / "x.fasta", ">q\nGVLIPFYWTSWDEFNQRST\n"), path)
     np.testing.assert_allclose(deletion.coords[:, 0], 3.8 * np.r_[0:10, 16:25], atol=1e-3)
+
+
+def test_of_places_that_fit_alike_the_near_one_is_taken():
+    """M stands behind a break, and twice in the query: beside what comes before, or four residues away."""
+    query, chain = files._tokens(b"WWWWWMKKKM"), files._tokens(b"WWWWWM")
+    found = align(query, chain, np.array([True, False, False, False, False, True, True]), files.UNKNOWN)
+    assert found.tolist() == [0, 1, 2, 3, 4, 5, -1, -1, -1, -1]
 
 
 def test_a_long_query_does_not_match_by_chance(tmp_path):

@@ -222,6 +222,9 @@ def test_a_picture_has_the_map_and_the_fold_coloured_by_plddt(tmp_path):
     expected = {"#0053D6": 28, "#65CBF3": 30, "#FFDB13": 30, "#FF7D45": 27}
     assert {shade: shades.count(shade) for shade in expected} == expected
     places = fold_pictures.turned(atoms[:, 1].astype(float))
+    curve = fold_pictures.smooth(places)
+    drawn = [int(np.abs(curve[:, :2] - stroke.get_segments()[0][0]).sum(1).argmin()) for stroke in strokes]
+    assert (np.diff(curve[drawn, 2] + curve[np.add(drawn, 1), 2]) >= -1e-9).all()  # near over far
     ends = np.concatenate([stroke.get_segments()[0] for stroke in strokes])
     assert np.abs(ends[:, None] - places[:, :2]).max(-1).min(0).max() < 1e-9  # through every residue
     fold_pictures.write_picture(tmp_path / "x.png", *a_map(1), np.array([50.0]))  # one residue has no curve
