@@ -107,7 +107,7 @@ def test_every_letter_has_its_token(tmp_path):
     ("x.fasta", ">q\nAC*EF*\n>a\nACDEF\n>b\nACDEF*\n", ["ACXEF", "ACDEF", "ACDEF"]),  # a stop codon within
     ("x.a3m", ">q C:\\new\nACDE\n>r\nAC-E\n", ["ACDE", "AC-E"]),
     ("x.a3m", ">q\nA.DEF\n>a\nAC.EF\n>b\nACD.F\n", ["ADEF", "A-EF", "AD-F"]),  # '.' is a gap, one in each
-    ("x.sto", "# STOCKHOLM 1.0\nMUSCLE1_HUMAN ACDE\nCLUSTAL_X AC-E\n//\n", ["ACDE", "AC-E"]),
+    ("x.txt", "# STOCKHOLM 1.0\nMUSCLE-1 ACDE\nCLUSTAL_X AC-E\n//\n", ["ACDE", "AC-E"]),
     ("x.sto", "# STOCKHOLM 1.0\n\nq AC\nq AC\na A-\n\nq DE\nq DE\na DE\n//\n", ["ACDE", "ACDE", "A-DE"])])
 def test_no_row_is_lost_or_taken_for_something_else(name, text, rows, tmp_path):
     assert letters(read_alignment(write(tmp_path / name, text))) == rows

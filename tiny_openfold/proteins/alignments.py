@@ -248,7 +248,7 @@ class Format(NamedTuple):
     inserts: bool      # lowercase may be insertions, which have no column
 
     def fits(self, data):
-        return re.match(rb"(?i)(\s|\0|#.*\n)*?(?:" + self.begins + rb")", data)
+        return re.match(rb"(?i)(\s|\0|#(?!\s*STOCKHOLM|=).*\n)*?(?:" + self.begins + rb")", data)
 
 
 FORMATS = (
