@@ -248,12 +248,13 @@ class Format(NamedTuple):
     inserts: bool      # lowercase may be insertions, which have no column
 
     def fits(self, data):
-        return re.match(rb"(?i)(\s|\0|#(?!\s*STOCKHOLM|=).*\n)*?(?:" + self.begins + rb")", data)
+        head = re.match(rb"(?i)(?:[\s\0]+|#(?!\s*STOCKHOLM|=).*)*", data)
+        return re.compile(self.begins, re.IGNORECASE).match(data, head.end())
 
 
 FORMATS = (
     Format("A3M", rb">", (".a3m", ".a2m"), _fasta_records, True),
-    Format("aligned FASTA", rb">|#.*\n?\Z", (".fasta", ".fa", ".fas", ".faa", ".afa", ".msa"), _fasta_records,
+    Format("aligned FASTA", rb">|\Z", (".fasta", ".fa", ".fas", ".faa", ".afa", ".msa"), _fasta_records,
            True),
     Format("Stockholm", rb"#\s*STOCKHOLM|#=G", (".sto", ".stk", ".stockholm"), _block_records, False),
     Format("Clustal", rb"(?:CLUSTAL|MUSCLE)\b|(?:.*\n(?:[ \t]*\n)+)?" + ROW + rb"\n" + ROW + rb"(?:\n|\Z)",
