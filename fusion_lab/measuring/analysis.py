@@ -14,6 +14,7 @@ from fusion_lab.training.machine import MEGABYTE
 
 ANALYSIS = "fusion_analysis.json"
 LAUNCH_BOUND, BUSY = 0.5, 0.85  # shares of the step: below, the GPU mostly waits; above, it mostly works
+MOST_BUSY = 1.1  # a share that is possible: the profiler makes kernels a little longer
 
 
 def write_analysis(trainer, found, times, peak, profiling):
@@ -80,13 +81,16 @@ def sublayer_entries(trace, found, samples):
 
 def launch_arithmetic(launches, step, lost=False):
     """Is a GPU's step bound by launching? The figures, the verdict, and the arithmetic in words. step: as
-    of_a_step() has it; lost: whether the profiler missed kernels, which leaves it undecided."""
+    of_a_step() has it; lost: whether the profiler missed kernels or their times, which leaves it undecided.
+    So does a GPU that was busy for longer than the step took."""
     busy, whole = step["gpu_busy_ms"], step["untraced_ms"]
     share = busy / whole
-    verdict = ("undecided, since the profiler lost kernels" if lost else
+    verdict = ("undecided, since the profiler lost kernels or their times" if lost or share > MOST_BUSY else
                "launch-bound" if share < LAUNCH_BOUND else
                "partly launch-bound" if share < BUSY else "not launch-bound")
-    text = f"{verdict}: kernels run during {100 * share:.0f}% of it, and the GPU waits for the rest"
+    text = f"{verdict}: kernels run during {100 * min(share, 1):.0f}% of it, and the GPU waits for the rest"
+    if share > MOST_BUSY:
+        return dict(launches=launches, step_ms=whole, busy_ms=busy, verdict=verdict, text=verdict)
     if launches:  # which an outer profiler counts instead, where there is one
         text += (f"; one of {launches} kernels comes every {1e3 * whole / launches:.1f} µs and runs "
                  f"{1e3 * busy / launches:.1f} µs on average")

@@ -24,6 +24,8 @@ def cells(row):
         return [row.name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)]
     times = [1e3 * seconds for seconds in (row.median_batch_time, row.p20_batch_time, row.p80_batch_time)]
     few = f" ({counted(len(row.step_times), 'round')})" if row.speedup_low is None else ""
+    if (row.median_batch_time < row.baseline_batch_time) != (row.speedup > 1):
+        few += ", in pairs: the pace changed"  # so that the medians say the opposite
     return [row.name, "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row.samples_per_second:.1f}",
             "1" if row.name == BASELINE else f"{row.gain}{few}",
             figure(row.peak_memory_mb, ".1f", row.peak_memory_reduction_percent),

@@ -112,6 +112,9 @@ def test_shares_that_decide_on_a_gpu(busy, verdict):
     assert found["verdict"] == verdict and "every 10.0 µs" in found["text"]
     assert analysis.launch_arithmetic(None, step)["launches"] is None  # under --enable-rocm-profiling
     assert analysis.launch_arithmetic(1000, step, lost=True)["verdict"].startswith("undecided")
+    for busy, decided in ((11.0, True), (11.1, False), (6667.0, False)):
+        text = analysis.launch_arithmetic(1000, dict(step, gpu_busy_ms=busy))["text"]
+        assert text.startswith("not launch-bound: kernels run during 100%" if decided else "undecided")
 
 
 def test_blocks_that_are_one_piece_have_no_heaviest_sublayer(tmp_path):
