@@ -137,10 +137,12 @@ class Switches(Checked):
         titled = [f for f in fields(cls) if f.metadata["title"]]
         return {f.metadata["title"]: f.name for f in sorted(titled, key=lambda f: f in fields(Switches))}
 
-    def beside(self):
-        """Flags of the switches without a title that differ from their defaults."""
-        return [as_flag(f.name, getattr(self, f.name)) for f in fields(self) if isinstance(f.default, bool)
-                and not f.metadata["title"] and getattr(self, f.name) != f.default]
+    def beside(self, in_use):
+        """{name in the start-up lines: whether it is on} of the switches without a title that act, or that
+        are off against their default. in_use: names of those that act."""
+        return {f.name.removeprefix("enable_").replace("_", " ").title(): f.name in in_use
+                for f in fields(self) if isinstance(f.default, bool) and not f.metadata["title"]
+                and (f.name in in_use or f.default and not getattr(self, f.name))}
 
 
 @dataclass(frozen=True)

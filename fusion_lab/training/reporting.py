@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
+from fusion_lab.measuring import variants
 from fusion_lab.training.files import FAILED, UserError
 from fusion_lab.training.machine import cpu_name
 
@@ -69,18 +70,22 @@ def describe_start(trainer, source):
         on = getattr(settings.fusion, switch)
         remark = f" ({own['remarks'][switch]})" if on and switch in own["remarks"] else ""
         print(f"   {title}: {'Enabled' if on else 'Disabled'}{remark}")
+    on_gpu, fusion = device.type == "cuda", settings.fusion
+    for title, on in fusion.beside(settings.in_use(on_gpu)).items():
+        print(f"   {title}: {'Enabled' if on else 'Disabled'}")
     if own["last"]:
         print(f"   {own['last']}")
-    if beside := settings.fusion.beside():
-        print(f"Besides: {' '.join(beside)}")
-    idle = settings.idle(device.type == "cuda")
+    kind = type(fusion)
+    if fusion not in (kind(), kind.preset(False), kind.preset(True), kind.ultra()) and (
+            name := variants.name_of(settings, on_gpu)):
+        print(f"In a comparison: --variants {name}")
+    idle = settings.idle(on_gpu)
     if settings.training.use_tf32 and not runs_in_tf32(settings.training, device):
         idle.append("this device has no TF32")
     if idle:
         print(f"Not used here: {'; '.join(idle)}")
     if busy := busy_line(device):
         print(busy)
-    fusion = settings.fusion
     if torch.version.hip and fusion.enable_torch_compile and fusion.torch_compile_mode == "reduce-overhead":
         print("Note: on ROCm, training in mode reduce-overhead was seen to go wrong silently "
               "(pytorch issue 187715): compare its losses with those of the default mode")
