@@ -31,14 +31,13 @@ files.quiet(__name__, "torch")
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from companions.kernels import EPS
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
-from fusion_lab.measuring.counters import is_view
+from fusion_lab.measuring.flops import Traffic
 from fusion_lab.measuring.roofline import copy_ceiling
 from fusion_lab.measuring.tables import aligned, cell
 from fusion_lab.training.flags import Parser, whole_number
@@ -204,21 +203,6 @@ def by_turns(calls, device, rounds):
     return {name: quantiles(timer.seconds()[2:, 0] / repeats) for name, timer in timers.items()}
 
 
-class Traffic(TorchDispatchMode):
-    """Bytes that operations read and write, each of them for itself; views are free."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if not is_view(func):
-            leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
-            self.bytes += sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor))
-        return result
-
-
 def measure(name, device, rounds, compiled):
     """Everything about one pattern, as JSON."""
     pattern, on_gpu = PATTERNS[name], device.type == "cuda"
@@ -236,7 +220,7 @@ def measure(name, device, rounds, compiled):
     trained = [name for name, call in calls.items() if call()[0].requires_grad]
     both = by_turns({name: partial(step, right[name], tensors) for name in trained}, device, rounds)
     return dict(
-        name=name, title=pattern.title, sizes=list(sizes), dtype=str(dtype)[6:], plain_bytes=traffic.bytes,
+        name=name, title=pattern.title, sizes=list(sizes), dtype=str(dtype)[6:], plain_bytes=traffic.total,
         least_bytes=least, verdict=dict(forward=verdict(forward), both=verdict(both)),
         ways=[dict(name=name, reason=reasons.get(name), forward=forward.get(name), both=both.get(name))
               for name in ways])

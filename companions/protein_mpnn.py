@@ -25,7 +25,7 @@ files.quiet(__name__)
 from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON, runs
 from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
-from fusion_lab.training.program import Model, Program
+from fusion_lab.training.program import Cost, Model, Program
 
 
 @dataclass(frozen=True)
@@ -333,6 +333,26 @@ class ProteinMPNN(nn.Module, Model):
 
     def defined(self, output, batch):
         return dict(log_probs=output["log_probs"] * batch["mask"][:, :, None], loss=output["loss"])
+
+    def costs(self, training):
+        """Of one ideal kernel for each of: features; W_e; a message with its update; an edge's update; the
+        edges' share for all decoder layers. What is between their products stays on the chip, and backward
+        computes it again."""
+        c, element, layers = self.config, 2 if training.use_amp else 4, self.config.num_layers
+        n = training.batch_size * c.seq_len
+        k = min(c.neighbors, c.seq_len)
+        node, index, atoms = n * c.hidden_dim * element, 8 * n * k, 48 * n  # one pass over each
+        edge = k * node
+        features = edge + index + atoms
+        encoder = Cost.of(self.encoder_layers[0], 3 * edge + 4 * node + 2 * index,
+                          6 * edge + 8 * node + 2 * index, element)
+        decoder = Cost.of(self.decoder_layers[0], edge + 6 * node + index, 2 * edge + 12 * node + index,
+                          element)
+        shared = edge * self.fusion.enable_edge_fusion
+        return dict(features=Cost.of(self.features, features, features, element),
+                    W_e=Cost.of(self.W_e, 2 * edge, 3 * edge, element),
+                    encoder=encoder.times(layers), decoder=decoder.times(layers),
+                    decoder_edges=Cost(None, (1 + layers) * shared, (2 + layers) * shared))
 
     def in_words(self, dtype):
         return dict(sizes="{num_layers}+{num_layers} layers, D {hidden_dim}, k {neighbors}".format(

@@ -13,6 +13,7 @@ from companions import backbones
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import saved_activations
 from fusion_lab.measuring.flops import flops_by_sublayer
+from fusion_lab.measuring.roofline import total_bytes
 from fusion_lab.training.program import load_program
 from tests.support import GOING_ON, ROOT, require_shared
 from tiny_openfold.proteins.files import AMINO_ACIDS
@@ -131,6 +132,26 @@ def test_a_default_step_has_about_half_the_arithmetic_and_three_fifths_of_the_me
         found = saved_activations(trainer.model, [], lambda t=trainer: t.forward(batch)["loss"])
         saved.append(sum(found.values()))
     assert 0.4 < flops[1] / flops[0] <= 0.55 and 0.4 < saved[1] / saved[0] <= 0.65
+
+
+def test_bytes_and_flops_of_each_part_by_hand():
+    """32 residues of 16 channels, 2,048 bytes; 160 edges, 10,240 bytes; two layers of each kind."""
+    settings = PROGRAM.settings(**SMALL)
+    node, edge, index, atoms = 2048, 10240, 160 * 8, 32 * 48
+    cost = PROGRAM.model(settings.model, settings.fusion).costs(settings.training)
+    features, encoder, decoder = 31040, 19520, 15104  # bytes of weights
+    assert {name: total_bytes(c) for name, c in cost.items()} == dict(
+        features=2 * (edge + index + atoms) + 3 * features, W_e=5 * edge + 3 * 1088,
+        encoder=2 * (9 * edge + 12 * node + 4 * index + 3 * encoder), decoder_edges=7 * edge,
+        decoder=2 * (3 * edge + 18 * node + 2 * index + 3 * decoder))
+    flops = flops_by_sublayer(PROGRAM, settings)
+    of_node, of_edge, dense = 2 * 32 * 16 * 16, 2 * 160 * 16 * 16, 2 * 2 * 32 * 16 * 64
+    # twice five products; the first residues are zeros, which want no gradient
+    assert flops["encoder"] == 3 * 2 * (5 * of_node + 5 * of_edge + dense) - 2 * of_node
+    assert flops["decoder"] == 3 * 2 * (6 * of_node + of_edge + dense)
+    assert flops["decoder_edges"] == 3 * 2 * of_edge and flops["W_e"] == 3 * of_edge
+    alone = PROGRAM.model(settings.model, settings.fusion.preset(False)).costs(settings.training)
+    assert total_bytes(alone["decoder_edges"]) == 0
 
 
 # What it learns from, and which share of it the model recovers

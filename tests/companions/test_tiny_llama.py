@@ -12,6 +12,8 @@ from companions import text, ultra_block
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import gpu_kernels
+from fusion_lab.measuring.flops import flops_by_sublayer
+from fusion_lab.measuring.roofline import total_bytes
 from fusion_lab.training.checkpoints import unpacked
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError
@@ -81,6 +83,23 @@ def test_labels_are_the_next_bytes_and_no_logit_sees_a_later_one():
     changed[:, 9] = (changed[:, 9] + 1) % 256
     difference = (model(changed)["logits"] - model(batch["ids"])["logits"]).abs().amax((0, 2))
     assert difference[:9].max() == 0 and difference[9:].min() > 0
+
+
+def test_bytes_and_flops_of_each_part_by_hand():
+    """x has 32 positions of 32 channels, 4,096 bytes; Q, K, V 64 channels, 8,192 bytes; two blocks."""
+    settings = PROGRAM.settings(**SIZES, seq_len=16, batch_size=2, data=str(ROOT / "README.md"))
+    cost = PROGRAM.model(settings.model, settings.fusion).costs(settings.training)
+    norm = (2 * 4096 + 128) + (3 * 4096 + 256)
+    attention = (4 * 4096 + 2 * 8192 + 12288) + (7 * 4096 + 3 * 8192 + 24576)
+    assert {name: total_bytes(c) for name, c in cost.items()} == dict(
+        input_layernorm=2 * norm, post_attention_layernorm=2 * norm, norm=norm, self_attn=2 * attention,
+        mlp=2 * ((2 * 4096 + 30720) + (3 * 4096 + 61440)), lm_head=(4096 + 32768) + (2 * 4096 + 65536))
+    flops = flops_by_sublayer(PROGRAM, settings)
+    assert flops["self_attn"] == 3 * 2 * (2 * 32 * 32 * 64 + 2 * 32 * 32 * 32 + 4 * 32 * 16 * 32)
+    assert flops["mlp"] == 3 * 2 * (6 * 32 * 32 * 80) and flops["lm_head"] == 3 * (2 * 32 * 32 * 256)
+    assert flops["norm"] == flops["input_layernorm"] == flops["rest"] == 0
+    half = PROGRAM.model(settings.model, settings.fusion).costs(settings.having(use_amp=True).training)
+    assert all(2 * total_bytes(half[name]) == total_bytes(c) for name, c in cost.items())
 
 
 # The corpus and its measures
