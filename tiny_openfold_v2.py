@@ -491,7 +491,7 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
     def compile_options(self):
         """On a GPU small kernels share launches up to 128 residues: 4% faster at 64, 1.5% slower at 256."""
         return dict(fullgraph=True, dynamic=False, options=dict(
-            torch._inductor.list_mode_options(self.fusion.torch_compile_mode),
+            torch._inductor.list_mode_options(self.fusion.compile_mode),
             combo_kernels=self.config.seq_len <= 128,
             **fast_evoformer.compiler_options(self.fusion)))
 

@@ -269,7 +269,7 @@ class ProteinMPNN(nn.Module, Model):
                 nn.init.xavier_uniform_(parameter)
         if fusion.enable_torch_compile:  # all layers of a kind run the same code: one compilation each
             for module in (self.features, *self.encoder_layers, *self.decoder_layers):
-                module.compile(dynamic=False, mode=fusion.torch_compile_mode)
+                module.compile(dynamic=False, mode=fusion.compile_mode)
 
     def forward(self, X, S, mask, residue_idx, chain, decoding_order, E_idx=None, targets=None):
         """X (B, L, 4, 3) N, CA, C, O in Å; all else (B, L): residues S, mask (1 = present), residue_idx,

@@ -253,7 +253,7 @@ class TinyLlama(nn.Module, Model):
         self.enable_ultra_mode(fusion.enable_ultra_block)
         if fusion.enable_torch_compile:  # all blocks run the same code, so only the first one compiles
             for module in (*(() if fusion.enable_ultra_block else self.model.layers), self.lm_head):
-                module.compile(fullgraph=True, dynamic=False, mode=fusion.torch_compile_mode)
+                module.compile(fullgraph=True, dynamic=False, mode=fusion.compile_mode)
 
     def initialise(self):
         """Outputs as large as inputs, so that a few hundred steps suffice, where LLaMA's 0.02 is made for

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
-from fusion_lab.measuring import variants
+from fusion_lab.measuring.variants import name_of
 from fusion_lab.training.files import FAILED, UserError
 from fusion_lab.training.machine import cpu_name
+from fusion_lab.training.options import GRAPHED
 
 
 def require_finite(loss, step):
@@ -77,7 +78,7 @@ def describe_start(trainer, source):
         print(f"   {own['last']}")
     kind = type(fusion)
     if fusion not in (kind(), kind.preset(False), kind.preset(True), kind.ultra()) and (
-            name := variants.name_of(settings, on_gpu)):
+            name := name_of(settings, on_gpu)):
         print(f"In a comparison: --variants {name}")
     idle = settings.idle(on_gpu)
     if settings.training.use_tf32 and not runs_in_tf32(settings.training, device):
@@ -86,9 +87,10 @@ def describe_start(trainer, source):
         print(f"Not used here: {'; '.join(idle)}")
     if busy := busy_line(device):
         print(busy)
-    if torch.version.hip and fusion.enable_torch_compile and fusion.torch_compile_mode == "reduce-overhead":
+    if torch.version.hip and fusion.enable_torch_compile and fusion.compile_mode in GRAPHED:
         print("Note: on ROCm, training in mode reduce-overhead was seen to go wrong silently "
-              "(pytorch issue 187715): compare its losses with those of the default mode")
+              "(pytorch issue 187715), and this mode makes the same graphs: compare its losses with those of "
+              "the default mode")
     sys.stdout.flush()
 
 
