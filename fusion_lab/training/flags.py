@@ -213,6 +213,8 @@ def add_modes(parser, program):
                           "baseline, fused, only-X of each default fusion, compiled; on a GPU presets)")
     compared.add_argument("--compare-with-v1", metavar="FILE", help="after training, speed-up and memory "
                           "against an earlier summary (default: none)")
+    compared.add_argument("--min-speedup", type=float, metavar="X", help="with --compare-with-v1: exit code "
+                          "1 unless the speed-up's 95%% interval lies above X (default: none)")
 
 
 def own_modes(program):
@@ -303,8 +305,10 @@ def parse(parser, program, argv):
                f"not with {mode}, which takes {', '.join(map(flag, own[mode]))}")
     elif mode:
         files_and_records = training_only(program.training_config, ProfilerConfig)
-        refuse(parser, arguments, [*files_and_records, "compare_with_v1"],
+        refuse(parser, arguments, [*files_and_records, "compare_with_v1", "min_speedup"],
                f"belongs to training, not to {mode}")
+    if given.get("min_speedup") is not None and not given["compare_with_v1"]:
+        parser.error("argument --min-speedup: needs --compare-with-v1")
     if given.get("variants") is not None and mode != "--compare-fusion":
         parser.error("argument --variants: needs --compare-fusion")
     try:

@@ -71,13 +71,17 @@ def test_steps_alternate_from_equal_weights_and_a_slowdown_is_one(counting):
                                                                           measured=True)
 
 
-@pytest.mark.parametrize("seconds, asked, ended", [  # of a round
-    (3, None, "20 rounds"), (7, None, "9 rounds in 63 s"), (100, None, "6 rounds in 600 s"),
-    (100, 9, "9 rounds")])
-def test_rounds_end_as_asked_or_after_twenty_or_a_minute(seconds, asked, ended, monkeypatch):
+@pytest.mark.parametrize("seconds, asked, ended, left", [  # of a round
+    (3, None, "20 rounds", "2 rounds done, about 54 s"),
+    (7, None, "9 rounds in 63 s", "1 round done, about 53 s"),
+    (100, None, "6 rounds in 600 s", "1 round done, about 8 min"),
+    (100, 9, "9 rounds", "1 round done, about 13 min")])
+def test_rounds_end_as_asked_or_after_twenty_or_a_minute(seconds, asked, ended, left, monkeypatch):
+    told = []
     monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=itertools.count(0, seconds).__next__))
     one = SimpleNamespace(reason=None, take_turn=lambda number, batch: None)
-    assert alternate([one], [None], asked, NEVER) == ended
+    assert alternate([one], [None], asked, NEVER, told.append) == ended
+    assert told[0] == f"{left} left" and len(told) > 4
 
 
 def measured(program, variants):
