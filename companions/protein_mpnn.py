@@ -334,6 +334,15 @@ class ProteinMPNN(nn.Module, Model):
     def defined(self, output, batch):
         return dict(log_probs=output["log_probs"] * batch["mask"][:, :, None], loss=output["loss"])
 
+    @staticmethod
+    def least_bytes(settings):
+        """What is kept of edges: their features, and by an encoder's layer its input and three products, by a
+        decoder's two; but where layers are recomputed only inputs, and one layer."""
+        c, training, lean = settings.model, settings.training, settings.fusion.enable_activation_checkpointing
+        edges = training.batch_size * c.seq_len * min(c.neighbors, c.seq_len)
+        products = c.num_layers + 4 if lean else 6 * c.num_layers
+        return edges * (25 * RBF + products * c.hidden_dim) * (2 if training.use_amp else 4)
+
     def costs(self, training):
         """Of one ideal kernel for each of: features; W_e; a message with its update; an edge's update; the
         edges' share for all decoder layers. What is between their products stays on the chip, and backward

@@ -293,6 +293,19 @@ class TinyLlama(nn.Module, Model):
         return [*((name, getattr(block, name)) for block in self.model.layers for name in self.SUBLAYERS[:4]),
                 ("norm", self.model.norm), ("lm_head", self.lm_head)]
 
+    @staticmethod
+    def least_bytes(settings):
+        """Weights with their gradients, and what every block keeps: its input, Q, K, V and their output, and
+        both halves of SwiGLU; but where blocks are recomputed only inputs, and one block."""
+        c, fusion = settings.model, settings.fusion
+        positions = settings.training.batch_size * c.seq_len * (2 if settings.training.use_amp else 4)
+        qkv = c.hidden_size * (c.num_heads + 2 * c.num_kv_heads) // c.num_heads
+        kept = positions * (2 * c.hidden_size + qkv + 2 * c.intermediate_size)
+        weights = c.hidden_size * (c.hidden_size + qkv + 3 * c.intermediate_size) * c.num_layers
+        lean = fusion.enable_activation_checkpointing or fusion.enable_ultra_block
+        inputs = positions * c.hidden_size * (c.num_layers - 1)
+        return 8 * weights + (kept + inputs if lean else c.num_layers * kept)
+
     def costs(self, training):
         """Of one ideal kernel for each of: a norm; Q, K, V; attention; its output; SwiGLU and the head, which
         keep what is wide on the chip and compute it again in backward."""

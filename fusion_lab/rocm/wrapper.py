@@ -115,6 +115,9 @@ class Wrapper:
         yield from preflight.mismatch_warnings(self.tool, self.answer)
         if self.graphs_asked_for:
             yield GRAPHS
+        for word in self.options.tool_option:
+            if word.startswith("--") and not self.has(word.partition("=")[0]):
+                yield f"--tool-option={word}: the --help of {self.tool} does not list it"
 
     def about(self):
         """The tool and the torch, for whom it may concern."""

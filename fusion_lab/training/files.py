@@ -255,7 +255,7 @@ def explain(error):
     """(exit code, message) for errors of the machine rather than of this program; None for others."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" \
             or OUT_OF_MEMORY.search(str(error)):
-        return FAILED, "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp"
+        return FAILED, "out of memory: lower --batch-size or another size, or add --use-amp"
     if re.search("gloo|nccl", str(error), re.IGNORECASE):
         return FAILED, f"a rank lost the others: {str(error).splitlines()[0][:200]}"
     if "No working C++ compiler" in str(error) or "working triton installation" in str(error):

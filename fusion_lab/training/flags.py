@@ -10,7 +10,7 @@ from functools import partial
 
 from fusion_lab import __version__
 from fusion_lab.measuring.variants import make_variants
-from fusion_lab.training import files, torchrun
+from fusion_lab.training import files, hints, torchrun
 from fusion_lab.training.files import EXIT_CODES
 from fusion_lab.training.options import ProfilerConfig, as_flag, flag
 from fusion_lab.training.program import CommandLine, Settings, load_program
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("-"):
                 near += difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), known, 1, 0.7)
         meant = f" (did you mean {', '.join(near)}?)" if near else ""
-        self.error(f"unrecognized arguments: {shlex.join(words)}{meant}{hint}")
+        self.error(f"unrecognized arguments: {shlex.join(words)}{meant}{hint}{hints.of(words)}")
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n" if torchrun.first() else None)

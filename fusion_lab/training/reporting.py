@@ -11,7 +11,7 @@ import torch
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.measuring.variants import name_of
 from fusion_lab.training.files import FAILED, UserError
-from fusion_lab.training.machine import cpu_name
+from fusion_lab.training.machine import MEGABYTE, cpu_name
 from fusion_lab.training.options import GRAPHED
 
 
@@ -153,5 +153,5 @@ def print_settings(program, settings, asked):
         mode="check_flags", asked=asked, program=program.name, suffix=program.suffix,
         summary=program.result("performance_summary"), **settings.as_dict(), torch=torch.__version__,
         torch_path=torch.__file__, hip=torch.version.hip, cuda=torch.version.cuda,
-        gpus=torch.cuda.device_count())))
+        gpus=torch.cuda.device_count(), least_memory_mb=program.model.least_bytes(settings) / MEGABYTE)))
     return 0

@@ -13,7 +13,9 @@ from companions import backbones
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import saved_activations
 from fusion_lab.measuring.flops import flops_by_sublayer
+from fusion_lab.measuring.probe import probe
 from fusion_lab.measuring.roofline import total_bytes
+from fusion_lab.training.machine import ROOM
 from fusion_lab.training.program import load_program
 from tests.support import GOING_ON, ROOT, require_shared
 from tiny_openfold.proteins.files import AMINO_ACIDS
@@ -132,6 +134,16 @@ def test_a_default_step_has_about_half_the_arithmetic_and_three_fifths_of_the_me
         found = saved_activations(trainer.model, [], lambda t=trainer: t.forward(batch)["loss"])
         saved.append(sum(found.values()))
     assert 0.4 < flops[1] / flops[0] <= 0.55 and 0.4 < saved[1] / saved[0] <= 0.65
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_step_takes_more_than_the_least_memory_and_less_than_require_memory_allows(recomputed):
+    sizes = dict(SMALL, hidden_dim=64, neighbors=32, seq_len=64, batch_size=4)
+    settings = PROGRAM.settings(**sizes, enable_activation_checkpointing=recomputed)
+    trainer, batch = PROGRAM.trainer(PROGRAM, settings, CPU), PROGRAM.data(settings).batch(0)
+    least = PROGRAM.model.least_bytes(settings)
+    peak = probe(trainer, batch).peak
+    assert least < peak < ROOM * least
 
 
 def test_bytes_and_flops_of_each_part_by_hand():
