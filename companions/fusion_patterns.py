@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A laboratory of kernel fusion: six patterns, each written several ways, and which of them to use.
+"""A laboratory of kernel fusion: ten patterns, each written several ways, and which of them to use.
 
     python companions/fusion_patterns.py                                      # every pattern
     python companions/fusion_patterns.py --patterns topk scores --rounds 20
@@ -10,7 +10,8 @@ It answers for each pattern whether a kernel of your own is worth writing. Plain
 Triton kernel (companions/kernels/patterns.py) and the library's fused operation are held against float64,
 then timed by turns, beside the bytes that have to be moved. Each pattern gets a verdict, FUSE, LIBRARY or
 DON'T, for a forward pass and for one with backward, in which residual + norm alone has a kernel of ours. The
-register ladder compiles that kernel for GPUs that need not be here, and shows which rows are too wide for it.
+register ladder compiles that kernel for GPUs that need not be here, and shows which rows are too wide for it,
+and how many warps a multiprocessor can hold at once.
 
 Reading order: PATTERNS, measure, verdict, rung.
 """
@@ -82,6 +83,18 @@ def plain_masked_softmax(q, k, mask):
     return scores.masked_fill(mask[:, None] == 0, float("-inf")).softmax(-1)
 
 
+def plain_causal_softmax(q, k):
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(later, float("-inf")).softmax(-1)
+
+
+def folded(x, w, weight, bias, mean, var):
+    """The batch norm within the convolution's weights, as for inference."""
+    scale = weight * torch.rsqrt(var + EPS)
+    return F.conv2d(x, w * scale[:, None, None, None], bias - mean * scale, padding=1).relu()
+
+
 def far_apart(x):
     """x, in whose rows the largest entries differ by more than a rounding: all ways choose the same ones."""
     x[:, 7 * torch.arange(1, KEPT + 2)] = 6 + 0.5 * torch.arange(KEPT + 1.0)
@@ -95,24 +108,40 @@ def present(heads, L):
 
 @dataclass(frozen=True)
 class Pattern:
-    """Operations that could be one. make(*sizes): its tensors, of which masks get no gradient. Ways are
-    functions of the tensors."""
+    """Operations that could be one. make(*sizes): its tensors, of which masks and the last `fixed` get no
+    gradient. Ways are functions of the tensors."""
     title: str
     on_cpu: tuple
     on_gpu: tuple
     make: Callable
     plain: Callable
-    ours: Callable
+    ours: Callable | None
     library: Callable | None = None
+    fixed: int = 0
 
 
 normal = torch.randn
-PATTERNS = dict(
-    gelu=Pattern(
-        "linear + bias + GELU", (256, 512, 512), (8192, 4096, 4096),
+
+
+def of_linear(name, activation):
+    """A product, its bias and an activation."""
+    return Pattern(
+        f"linear + bias + {name}", (256, 512, 512), (8192, 4096, 4096),
         lambda m, n, k: [normal(m, k), k ** -0.5 * normal(n, k), normal(n)],
-        lambda x, w, b: F.gelu(x @ w.t() + b, approximate="tanh"), lambda *t: kernels.linear_gelu(*t),
-        lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh")),
+        lambda x, w, b: activation(x @ w.t() + b), lambda *t: kernels.linear(*t, name.lower()),
+        lambda x, w, b: activation(F.linear(x, w, b)))
+
+
+PATTERNS = dict(
+    conv=Pattern(
+        "convolution + batch norm + ReLU", (4, 32, 32), (32, 256, 56),
+        lambda n, c, side: [normal(n, c, side, side), (9 * c) ** -0.5 * normal(c, c, 3, 3), normal(c),
+                            normal(c), 0.1 * normal(c), 0.5 + torch.rand(c)],
+        lambda x, w, weight, bias, mean, var: F.batch_norm(F.conv2d(x, w, padding=1), mean, var, weight, bias,
+                                                           eps=EPS).relu(),
+        None, folded, fixed=2),
+    gelu=of_linear("GELU", partial(F.gelu, approximate="tanh")), relu=of_linear("ReLU", F.relu),
+    silu=of_linear("SiLU", F.silu),
     add_norm=Pattern(
         "residual + LayerNorm", (1024, 1024), (16384, 4096),
         lambda r, w: [normal(r, w), normal(r, w), normal(w), normal(w)],
@@ -131,7 +160,11 @@ PATTERNS = dict(
     scores=Pattern(
         "scores + mask + softmax", (8, 256, 32), (64, 2048, 64),
         lambda h, L, d: [normal(h, L, d), normal(h, L, d), present(h, L)],
-        plain_masked_softmax, lambda *t: kernels.masked_softmax(*t)))
+        plain_masked_softmax, lambda *t: kernels.masked_softmax(*t)),
+    causal=Pattern(
+        "scores + causal mask + softmax", (8, 256, 32), (64, 2048, 64),
+        lambda h, L, d: [normal(h, L, d), normal(h, L, d)],
+        plain_causal_softmax, lambda *t: kernels.masked_softmax(*t)))
 
 
 # --- Right, and how fast --------------------------------------------------------------------------------
@@ -140,8 +173,9 @@ PATTERNS = dict(
 def tensors_of(pattern, sizes, dtype, device):
     """Its tensors, random."""
     torch.manual_seed(0)
-    return [t.to(device, dtype).requires_grad_() if t.is_floating_point() else t.to(device)
-            for t in pattern.make(*sizes)]
+    made = pattern.make(*sizes)
+    return [t.to(device, dtype).requires_grad_(number < len(made) - pattern.fixed) if t.is_floating_point()
+            else t.to(device) for number, t in enumerate(made)]
 
 
 def ways_of(pattern, compiled, on_gpu):
@@ -149,7 +183,8 @@ def ways_of(pattern, compiled, on_gpu):
     found = dict(plain=pattern.plain)
     if compiled:
         found["compiled"] = torch.compile(pattern.plain, dynamic=False)
-    found["ours"] = pattern.ours if HAS_TRITON and on_gpu else None
+    if pattern.ours:
+        found["ours"] = pattern.ours if HAS_TRITON and on_gpu else None
     if pattern.library:
         found["library"] = pattern.library
     return found
@@ -249,6 +284,31 @@ def verdict(times):
 WIDTHS, WARPS = (1024, 4096, 16384, 65536), (4, 8, 16)
 
 
+# Of a multiprocessor or compute unit: warps, threads in one, registers, bytes of shared memory, and of these
+# how many a program loses. By NVIDIA's CUDA programming guide and AMD's instruction set guides; all have four
+# parts, in which registers come by eights.
+UNITS = dict(sm_80=(64, 32, 65536, 164 * 1024, 1024), sm_90=(64, 32, 65536, 228 * 1024, 1024),
+             gfx90a=(32, 64, 131072, 64 * 1024, 0), gfx942=(32, 64, 131072, 64 * 1024, 0),
+             gfx950=(32, 64, 131072, 160 * 1024, 0))
+
+
+def occupancy(target, registers, shared, warps):
+    """The share of the warps that could be resident which are, for programs of so many warps that take so
+    many registers a thread and bytes of shared memory; None for a GPU that is not in the table."""
+    if target not in UNITS:
+        return None
+    most, threads, file, memory, lost = UNITS[target]
+    resident = 4 * min(most // 4, file // 4 // (threads * -(-max(registers, 1) // 8) * 8))
+    programs = min(resident // warps, 32, memory // (shared + lost) if shared + lost else most)
+    return programs * warps / most
+
+
+def architecture(device):
+    """Of a GPU that is here, as UNITS has it."""
+    found = torch.cuda.get_device_properties(device)
+    return found.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{found.major}{found.minor}"
+
+
 def rung(width, warps, target, device):
     """Residual + LayerNorm, forward and backward, with a row of this width in so many warps: what the
     compiler makes of it for a target, and for "here", this GPU, the time."""
@@ -270,16 +330,18 @@ def rung(width, warps, target, device):
             with ahead_of_time.compiling(target) as launches:
                 run()
             compiled = launches[0].compiled
-        found[name] = dict(ahead_of_time.resources(compiled), milliseconds=(
+        used = ahead_of_time.resources(compiled)
+        held = occupancy(architecture(device) if here else target, used["registers"], used["shared"], warps)
+        found[name] = dict(used, occupancy=held, milliseconds=(
             min(tuner.milliseconds(run) for _ in range(5)) if here else None))
     return found
 
 
 def ladder_line(found):
-    """A rung; of each kernel registers (spills), and the time if there is one."""
-    cells = [f"{s['registers']} ({s['spills']})" + cell(s["milliseconds"], " .3f", 1, " ms")
-             for s in (found["forward"], found["backward"])]
-    return f"  {found['width']:6d} {found['warps']:6d}  {found['target']:12s}  {cells[0]:18s}  {cells[1]}"
+    """A rung; of each kernel registers (spills), occupancy, and the time if there is one."""
+    cells = [f"{s['registers']} ({s['spills']})" + cell(s["occupancy"], " .0f", 100, "%")
+             + cell(s["milliseconds"], " .3f", 1, " ms") for s in (found["forward"], found["backward"])]
+    return f"  {found['width']:6d} {found['warps']:6d}  {found['target']:12s}  {cells[0]:24s}  {cells[1]}"
 
 
 # --- The report -----------------------------------------------------------------------------------------
@@ -343,8 +405,8 @@ def run(argv):
             results.append(measure(name, device, options.rounds, not options.no_compile))
             print_pattern(results[-1], copy)
     if options.ladder:
-        print("Register ladder of residual + LayerNorm, a row a program: registers (spills)\n"
-              "   width  warps  GPU           forward             backward")
+        print("Register ladder of residual + LayerNorm, a row a program: registers (spills), occupancy\n"
+              "   width  warps  GPU           forward                   backward")
     for target, width, warps in itertools.product(options.ladder, WIDTHS, WARPS):
         steps.append(rung(width, warps, target, device))
         print(ladder_line(steps[-1]), flush=True)
