@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tiny_openfold_v2
 from companions import backbones
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import saved_activations
 from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.probe import probe
 from fusion_lab.measuring.roofline import total_bytes
+from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import ROOM
 from fusion_lab.training.program import load_program
 from tests.support import GOING_ON, ROOT, require_shared
@@ -191,6 +193,62 @@ def test_held_out_backbones_are_never_trained_on():
         assert not held_out & {x.numpy().tobytes() for x in source.batch(step)["X"]}
 
 
+def test_bucketing_uses_every_chain_once_in_batches_of_like_lengths():
+    values = dict(SMALL, seq_len=100, shortest=20)
+    plain, sorted_ = (PROGRAM.data(PROGRAM.settings(**values, enable_bucketing=on)) for on in (False, True))
+    steps = range(backbones.BLOCK)
+    lengths = [[int(n) for step in steps for n in source.batch(step)["mask"].sum(1)]
+               for source in (plain, sorted_)]
+    assert sorted(lengths[0]) == sorted(lengths[1]) and 20 <= min(lengths[0]) < 32 < max(lengths[0]) <= 100
+    widths, padding = zip(*((batch["S"].shape[1], 1 - batch["mask"].mean()) for batch in
+                            map(sorted_.batch, steps)), strict=True)
+    assert {32, 64, 100} <= {*widths} and sum(padding) < 0.7 * sum(
+        1 - plain.batch(step)["mask"].mean() for step in steps)
+    assert widths != tuple(sorted(widths))  # short ones do not come first
+    again = sorted_.batch(3)
+    assert all(torch.equal(x, again[name]) for name, x in sorted_.batch(3).items())
+    assert [backbones.bucket(n, 100) for n in (2, 32, 33, 64, 65, 100)] == [32, 32, 64, 64, 100, 100]
+
+
+def test_a_step_of_each_length_is_captured_once_and_trains_one_model(monkeypatch):
+    captured = []
+
+    class Captured:  # as GraphedStep, which needs a GPU
+        def __init__(self, run, batch, device):
+            self.run, self.shape = run, batch["S"].shape
+            captured.append(self.shape)
+
+        def __call__(self, batch):
+            assert batch["S"].shape == self.shape
+            return self.run(batch)
+    monkeypatch.setattr(tiny_openfold_v2, "GraphedStep", Captured)
+    settings = PROGRAM.settings(**dict(SMALL, seq_len=64, shortest=20), enable_bucketing=True)
+    source, losses = PROGRAM.data(settings), []
+    for graphed in (False, True):
+        trainer = PROGRAM.trainer(PROGRAM, settings, CPU)
+        trainer.use_graph = graphed
+        losses.append([trainer.step(source.batch(step)).item() for step in range(12)])
+    assert losses[0] == losses[1] and sorted(captured) == [(2, 32), (2, 64)]
+
+
+def test_real_backbones_are_read_and_held_out_by_name(tmp_path):
+    families = require_shared("data", "families")
+    settings = PROGRAM.settings(**dict(SMALL, seq_len=48), data=str(families), enable_bucketing=True)
+    source = PROGRAM.data(settings)
+    assert len(source.names) + len(source.held_out) == 32 and 3 < len(source.held_out) < 15
+    assert not {*source.names} & {*source.held_out}
+    batch = source.batch(0)
+    bonds = (batch["X"][:, :, 1] - batch["X"][:, :, 0]).norm(dim=-1)[batch["mask"] > 0]  # N to CA
+    assert (bonds - 1.46).abs().max() < 0.1 and (batch["S"] < 20).float().mean() > 0.9
+    assert (batch["residue_idx"].diff() >= 0)[batch["mask"][:, 1:] > 0].all()
+    unseen = {batch["S"].numpy().tobytes() for batch in source.evaluation()}
+    assert len(unseen) == len(source.others) >= len(source.held_out)
+    (tmp_path / "one.pdb").write_bytes(next(families.glob("*.pdb")).read_bytes())
+    for place in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(UserError, match="--data"):
+            PROGRAM.data(settings.having(data=str(place)))
+
+
 def test_an_evaluation_is_of_every_residue_held_out():
     """By a model that is right of even tokens, with probability 1/2, and else says the next one, with 1/4."""
     class Known(torch.nn.Module):
@@ -200,7 +258,7 @@ def test_an_evaluation_is_of_every_residue_held_out():
             return dict(log_probs=torch.where(F.one_hot(S, 21) == 1, -(1 + odd) * math.log(2), torch.where(
                 F.one_hot((S + odd[..., 0]) % 21, 21) == 1, 0.0, -9.0)))
     source = PROGRAM.data(PROGRAM.settings(**SMALL))
-    tokens = np.concatenate([tokens for tokens, _ in source.made(backbones.HELD_OUT)])
+    tokens = np.concatenate([tokens for tokens, *_ in source.made(backbones.HELD_OUT)])
     even = (tokens % 2 == 0).mean()
     found = source.evaluate(SimpleNamespace(model=Known(), device=CPU), GOING_ON).details
     letter, share = source.constant()
