@@ -212,6 +212,23 @@ def test_verdicts_on_one_kernel_a_block(graph, word):
     assert "4.00x as fast as eager" in said and word in said
 
 
+def test_a_contest_counts_launches_and_tokens_and_sums_up_over_shapes(monkeypatch):
+    """On a CPU, where both ways are eager code, of 2 x 16 tokens."""
+    monkeypatch.setattr(ultra_block, "WAYS", {ultra_block.ULTRA: {}, ultra_block.EAGER: {}})
+    monkeypatch.setattr(ultra_block, "ROUNDS", 2)
+    settings = PROGRAM.settings(**SIZES, seq_len=16, batch_size=2, data=str(ROOT / "README.md"))
+    forward = ultra_block.contest(ultra_block.Forward, PROGRAM, settings, CPU)
+    step = ultra_block.contest(PROGRAM.trainer, PROGRAM, settings, CPU)
+    assert forward[0]["launches"] == forward[1]["launches"] < step[0]["launches"]
+    assert forward[0]["tokens_per_second"] == pytest.approx(32 / forward[0]["median"])
+    assert "launches" in ultra_block.beside(step)[1] and len(ultra_block.beside(step)) == 2
+    shapes = [dict(forward=dict(rows=[dict(name=name, median=t, tokens_per_second=8 / t) for name, t in (
+        (ultra_block.ULTRA, 1.0), (ultra_block.EAGER, gain))])) for gain in (4.0, 2.0)]
+    assert ultra_block.over_all(shapes, "forward") == (4.0, 3.0, 8.0)
+    shapes[0]["forward"]["rows"].pop()
+    assert ultra_block.over_all(shapes, "forward") is None
+
+
 def test_one_kernel_a_block_needs_a_gpu_and_says_so(capsys):
     assert llama.main(["--compare-ultra", "--device", "cpu"], program=PROGRAM) == 4
     assert "needs a GPU" in capsys.readouterr().err
