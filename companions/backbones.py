@@ -171,7 +171,7 @@ class Backbones(Data):
                      residues=int(count), constant=letter, constant_recovery=share)
         line = ("Held-out recovery {recovery:.3f}{best}, perplexity {perplexity:.2f}, {residues} residues; "
                 "always {constant}: {constant_recovery:.3f}")
-        return Evaluation(line.format(best=f" of {self.best:.3f}" * bool(self.best), **found),
+        return Evaluation(line.format(best=f" of {self.best:.3f}" if self.best else "", **found),
                           {f"held-out {name}": found[name] for name in ("recovery", "perplexity")},
                           details=found)
 

@@ -139,7 +139,7 @@ PATTERNS = dict(
                             normal(c), 0.1 * normal(c), 0.5 + torch.rand(c)],
         lambda x, w, weight, bias, mean, var: F.batch_norm(F.conv2d(x, w, padding=1), mean, var, weight, bias,
                                                            eps=EPS).relu(),
-        None, folded, fixed=2),
+        None, folded, fixed=6),  # which is for inference
     gelu=of_linear("GELU", partial(F.gelu, approximate="tanh")), relu=of_linear("ReLU", F.relu),
     silu=of_linear("SiLU", F.silu),
     add_norm=Pattern(
@@ -253,7 +253,8 @@ def measure(name, device, rounds, compiled):
     with torch.no_grad():
         forward = by_turns(calls, device, rounds)
     trained = [name for name, call in calls.items() if call()[0].requires_grad]
-    both = by_turns({name: partial(step, right[name], tensors) for name in trained}, device, rounds)
+    both = by_turns({name: partial(step, right[name], tensors) for name in trained}, device, rounds) if (
+        trained) else {}
     return dict(
         name=name, title=pattern.title, sizes=list(sizes), dtype=str(dtype)[6:], plain_bytes=traffic.total,
         least_bytes=least, verdict=dict(forward=verdict(forward), both=verdict(both)),
@@ -264,6 +265,8 @@ def measure(name, device, rounds, compiled):
 def verdict(times):
     """(FUSE, LIBRARY, DON'T or NONE, why) from {way: (p20, median, p80)}: a way wins where its slow runs are
     faster than the other's fast ones."""
+    if not times:
+        return "NONE", "it has no backward pass"
     gains = {name: f"{name} {times['plain'][1] / found[1]:.2f}x plain" for name, found in times.items()}
     if set(times) == {"plain"}:
         return "NONE", "only plain code ran, so there is nothing to compare"

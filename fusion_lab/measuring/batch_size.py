@@ -65,13 +65,19 @@ def search(measure, first, limit, stop):
     return rows, None
 
 
+def make_parser(program):
+    """The program's flags and the share."""
+    parser = flags.make_parser(program, ABOUT, SCRIPT)
+    parser.add_argument("--target-memory-usage", type=float, default=0.8, metavar="X",
+                        help="share of the free memory that a step may take (default: %(default)s)")
+    return parser
+
+
 def run(argv=None):
     """Measure, print, write batch_size_*.json; returns the exit code. Raises UserError."""
     argv = sys.argv[1:] if argv is None else argv
     program = flags.named_program(argv, load_program())
-    parser = flags.make_parser(program, ABOUT, SCRIPT)
-    parser.add_argument("--target-memory-usage", type=float, default=0.8, metavar="X",
-                        help="share of the free memory that a step may take (default: %(default)s)")
+    parser = make_parser(program)
     arguments, settings, _ = flags.parse(parser, program, argv)
     share = arguments.target_memory_usage
     if not 0 < share <= 1:

@@ -10,6 +10,7 @@ RANKS = "several GPUs share one all-reduce a step (docs/training.md)"
 HERE = {  # the word that was typed: what does it here
     "-n": f"{COMPUTE} --output-name NAME",
     "--all-combinations": f"{STUDY} --all-combinations",
+    "--baseline": "--compare-fusion, whose first row it is; ./run_pytorch_profiler.sh --baseline",
     "--baseline-results": EARLIER,
     "--check-against": EARLIER,
     "--collective-timeout": RANKS,
@@ -29,6 +30,7 @@ HERE = {  # the word that was typed: what does it here
     "--models": f"{STUDY} --program FILE",
     "--optimization-hints": f"the findings at the end of {SESSION}",
     "--optimization-target": BATCH_SIZE,
+    "--optimized": "--compare-fusion --variants given",
     "--output-dir": "--profile-dir DIR",
     "--predict": "--check-flags says how much memory a step needs at least; optimize_batch_size.py measures",
     "--profile-kernels": f"{V3} does so by itself",
