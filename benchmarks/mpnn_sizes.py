@@ -38,14 +38,6 @@ BATCHES = (1, 8)
 TRAINING = dict(batch_size=8, learning_rate=2e-3, seed=42)
 
 
-def trained(program, settings, device, steps):
-    """(trainer after so many steps, what an evaluation found)."""
-    source, trainer = program.data(settings), program.trainer(program, settings, device)
-    for step in range(steps):
-        trainer.step(to_device(source.batch(step), device))
-    return trainer, source.evaluate(trainer, NEVER).details
-
-
 def forward(trainer, batch):
     with torch.no_grad():
         return trainer.forward(batch)["log_probs"]
@@ -81,7 +73,10 @@ def run(argv):
     for name, sizes in SIZES.items():
         settings = program.settings(**sizes, **TRAINING, seq_len=options.seq_len, data=options.data)
         process_settings(settings, device)
-        trainer, found[name] = trained(program, settings, device, options.num_steps)
+        source, trainer = program.data(settings), program.trainer(program, settings, device)
+        for step in range(options.num_steps):
+            trainer.step(to_device(source.batch(step), device))
+        found[name] = source.evaluate(trainer, NEVER).details
         calls |= {(name, *how): call for how, call in calls_of(program, settings, trainer, device).items()}
     times = by_turns(calls, device, options.rounds)
     rows = [dict(name=name, batch_size=count, how=how, p20=p20, median=median, p80=p80,

@@ -110,8 +110,8 @@ def conclude(program, settings, rows, forecast, limit):
     largest = max(fitting, default=None)
     fastest = max(fitting, key=lambda size: fitting[size].samples_per_second, default=None)
     if not fitting:
-        why = [row.reason or row.uncounted or "it needs more memory" for row in rows.values()]
-        print(f"Nothing fits: {(why or ['nothing was measured'])[0]}")
+        for row in rows.values():
+            print(f"Nothing fits: {row.reason or row.uncounted or 'it needs more memory'}")
     else:
         print(f"Largest: {largest}, {fitting[largest].peak_memory_mb:.0f} of {limit:.0f} MB"
               + (f"; about {forecast} by a straight line, which took too long to measure" * bool(forecast)))

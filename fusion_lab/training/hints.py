@@ -5,7 +5,6 @@ V3, SYS, COMPUTE = "./run_rocprofv3.sh", "./run_rocprof_sys.sh", "./run_rocprof_
 BATCH_SIZE = "python optimize_batch_size.py prints the largest and the fastest"
 EARLIER = "--compare-with-v1 FILE, with --min-speedup X"
 ROOFLINE = f"{SESSION} --roofline"
-RANKS = "several GPUs share one all-reduce a step (docs/training.md)"
 
 HERE = {  # the word that was typed: what does it here
     "-n": f"{COMPUTE} --output-name NAME",
@@ -13,7 +12,6 @@ HERE = {  # the word that was typed: what does it here
     "--baseline": "--compare-fusion, whose first row it is; ./run_pytorch_profiler.sh --baseline",
     "--baseline-results": EARLIER,
     "--check-against": EARLIER,
-    "--collective-timeout": RANKS,
     "--computational-intensity": ROOFLINE,
     "--current-results": EARLIER,
     "--design": "the authors' ProteinMPNN designs sequences; this one measures recovery",
@@ -34,11 +32,8 @@ HERE = {  # the word that was typed: what does it here
     "--output-dir": "--profile-dir DIR",
     "--predict": "--check-flags says how much memory a step needs at least; optimize_batch_size.py measures",
     "--profile-kernels": f"{V3} does so by itself",
-    "--profile-rank": RANKS,
     "--recommend": "--compare-fusion ends with the command of the fastest setting",
     "--seq-lengths": f"{STUDY} --seq-lens",
-    "--sequence-parallel": RANKS,
-    "--shard-optimizer": RANKS,
     "--stats": f"{V3} always passes it",
     "--target-memory-usage": "python optimize_batch_size.py --target-memory-usage X",
     "--tolerance": "--verify-accuracy allows rtol 1e-3, atol 1e-4, and three times the baseline's own error",

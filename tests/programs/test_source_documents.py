@@ -9,16 +9,19 @@ import re
 import shlex
 
 import pytest
+import torch
 
 import run_pytorch_profiler
 import tiny_openfold_v2 as tof
 from companions import fusion_patterns
 from fusion_lab.measuring import batch_size
+from fusion_lab.measuring.probe import probe
 from fusion_lab.profiler import arguments as session
 from fusion_lab.rocm.all_profilers import WRAPPERS, add_options
 from fusion_lab.rocm.wrapper import parse as wrapper_parse
 from fusion_lab.study import arguments as study
 from fusion_lab.training import flags, hints
+from fusion_lab.training.machine import ROOM
 from fusion_lab.training.program import load_program
 from tests.second_program import PROGRAM as SECOND
 from tests.support import ROOT, code_of, last_json, require_shared
@@ -195,8 +198,16 @@ def test_row_13_a_figure_that_is_null_says_why(tmp_path, capsys):
     assert last_json(capsys.readouterr().out)["performance_summary"]["not_measured"] == {}
 
 
-@pytest.mark.parametrize("program", [LLAMA, MPNN], ids=lambda program: program.stem)
-def test_row_18_a_batch_that_cannot_fit_is_refused_with_one_that_does(program, tmp_path, capsys):
+@pytest.mark.parametrize("program, sizes", [
+    (LLAMA, dict(hidden_size=128, num_layers=2, seq_len=64, batch_size=8, data=str(ROOT / "README.md"))),
+    (MPNN, dict(hidden_dim=64, num_layers=2, neighbors=32, seq_len=64, batch_size=4))], ids=["llama", "mpnn"])
+def test_row_18_a_batch_that_cannot_fit_is_refused_with_one_that_does(program, sizes, tmp_path, capsys):
+    """By a bound that lies below what a step takes, and not too far below."""
+    for recomputed in (False, True):
+        settings = program.settings(**sizes, enable_activation_checkpointing=recomputed)
+        trainer = program.trainer(program, settings, torch.device("cpu"))
+        peak = probe(trainer, program.data(settings).batch(0)).peak
+        assert 1 < peak / program.model.least_bytes(settings) < ROOM
     argv = ["--batch-size", "400000000", "--device", "cpu", "--profile-dir", str(tmp_path)]
     assert tof.main(argv, program) == 2
     said = capsys.readouterr().err
