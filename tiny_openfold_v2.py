@@ -491,7 +491,7 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
     def compile_options(self):
         """On a GPU small kernels share launches up to 128 residues: 4% faster at 64, 1.5% slower at 256."""
         return dict(fullgraph=True, dynamic=False, options=dict(
-            torch._inductor.list_mode_options(self.fusion.torch_compile_mode),
+            torch._inductor.list_mode_options(self.fusion.compile_mode),
             combo_kernels=self.config.seq_len <= 128,
             **fast_evoformer.compiler_options(self.fusion)))
 
@@ -719,7 +719,7 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
     return [loss.item() for loss in losses], timer.seconds()
 
 
-def train(program, settings, compare_with=None):
+def train(program, settings, compare_with=None, min_speedup=None):
     """A training run from its start-up lines to its summary; returns its exit code."""
     # Make everything that a run needs. Whatever can be refused is refused here, before the first step
     earlier = summary.read_summary(compare_with) if compare_with else None
@@ -746,6 +746,7 @@ def train(program, settings, compare_with=None):
         evaluate(trainer, source, metrics, stop, print, final=True)
         signal = world.agreed_signal(stop)
         summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
+        code = summary.too_slow(result, min_speedup)
         peak = result["performance_summary"]["peak_memory_mb"]
         analysis = write_analysis(trainer, findings, times, peak, profiling)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(signal), analysis], signal)
@@ -753,7 +754,7 @@ def train(program, settings, compare_with=None):
             with trainer.averaged():
                 source.finish(trainer, metrics.by_step)  # last words and pictures
     summary.print_summary(trainer, result, path)
-    return 128 + signal if signal else 0
+    return 128 + signal if signal else code
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -775,7 +776,7 @@ def run(argv=None, program=PROGRAM):
     if arguments.check_flags:
         return reporting.print_settings(program, settings, mode)
     if mode is None:
-        return train(program, settings, arguments.compare_with_v1)
+        return train(program, settings, arguments.compare_with_v1, arguments.min_speedup)
     torchrun.require_alone(mode)
     if mode in program.modes:
         return program.modes[mode](program, settings)

@@ -7,7 +7,7 @@ from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.ranges import PHASES, REST, place_of
 from fusion_lab.measuring.roofline import flops_share
-from fusion_lab.measuring.summary import provenance
+from fusion_lab.measuring.summary import launch_kind, provenance
 from fusion_lab.measuring.trace import NOT_RECORDED, OUTSIDE, TraceAnalysis, read_trace
 from fusion_lab.training.files import finite, write_json
 from fusion_lab.training.machine import MEGABYTE
@@ -43,6 +43,7 @@ def analysis_of(trainer, found, times, peak, profiling):
         time_kind="GPU time of kernels and copies" if trace.on_gpu else clock,
         unit="kernel" if trace.on_gpu else "operation", step=step,
         sublayers=entries, launches_per_step=found.launches,
+        kernel_counts=kernel_counts(trainer, found),
         coverage=dict(sublayers=inside, rest=1 - inside - outside, unattributed=outside),
         kernels=trace.kernel_table(),
         saved_activation_mb={name: size / MEGABYTE for name, size in found.saved.items()},
@@ -50,6 +51,16 @@ def analysis_of(trainer, found, times, peak, profiling):
         memory_peak_mb=peak, unrecorded=unrecorded,
         launch=launch_arithmetic(found.launches, step, bool(unrecorded)) if trace.on_gpu else None)
     return dict(result, findings=findings(result))
+
+
+def kernel_counts(trainer, found):
+    """Counts as people look for them: what a step was seen to launch, and the model's nominal counts."""
+    nominal = {name: count for name, count in (trainer.model.statistics() or {}).items() if "kernel" in name}
+    by_sublayer = {}
+    for (name, _), count in (found.launches_by_range or {}).items():
+        by_sublayer[name] = by_sublayer.get(name, 0) + count
+    return dict(kernels_per_step=found.launches, kernels_are=launch_kind(trainer.device),
+                kernels_per_step_by_sublayer=by_sublayer or None, nominal=nominal or None)
 
 
 def of_a_step(times, trace):

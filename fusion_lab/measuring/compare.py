@@ -31,12 +31,13 @@ from fusion_lab.measuring.roctx import child_environment
 from fusion_lab.measuring.summary import launch_kind, provenance
 from fusion_lab.measuring.variants import BASELINE, make_variants
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import StopRequest, UserError, counted, finite, read_json
+from fusion_lab.training.files import StopRequest, UserError, counted, finite, read_json, time_left
 from fusion_lab.training.flags import command_line
 from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, require_memory
 from fusion_lab.training.program import Program, Settings
 
 ROUNDS, SECONDS = 20, 60.0  # whichever ends first, where nobody says how many rounds
+TELL = 5.0  # s between two words on the time left
 FEWEST = 6  # rounds, from which on there is an interval of 95%
 MOST_BATCHES = 16  # alive on the device at once; more rounds repeat them
 INTERRUPTED, CUT_SHORT = "interrupted before it was measured", "interrupted while it was measured"
@@ -207,10 +208,10 @@ class Candidate:
             first_loss=self.losses[0], final_loss=self.losses[rounds - 1])
 
 
-def alternate(candidates, supply, rounds, request):
-    """Timed steps of all candidates in turn, each round beginning with another one. Returns in words how it
-    ended."""
-    began = time.monotonic()
+def alternate(candidates, supply, rounds, request, note=lambda text: None):
+    """Timed steps of all candidates in turn, each round beginning with another one. note(text) hears at times
+    how long it will take. Returns in words how it ended."""
+    began = told = time.monotonic()
     for number in itertools.count():
         alive = [candidate for candidate in candidates if not candidate.reason]
         first = number % max(1, len(alive))
@@ -226,6 +227,12 @@ def alternate(candidates, supply, rounds, request):
         took = time.monotonic() - began
         if rounds is None and number + 1 >= FEWEST and took > SECONDS:
             return f"{number + 1} rounds in {took:.0f} s"
+        if began + took - told > TELL:
+            told, each = began + took, took / (number + 1)
+            left = each * ((rounds or ROUNDS) - number - 1)
+            if rounds is None:
+                left = min(left, max(SECONDS - took, each * (FEWEST - number - 1)))
+            note(f"{counted(number + 1, 'round')} done, {time_left(left)}")
 
 
 def candidates_of(program, variants, device, batch, note):
@@ -332,7 +339,7 @@ def compare(program: Program, settings: Settings, names: str | Sequence[str] | N
     with stop or contextlib.nullcontext(NEVER) as request:
         limit = "" if rounds else f", or {SECONDS:g} s of them"
         note(f"{rounds or ROUNDS} rounds{limit}, in which each takes a step")
-        found.ended = alternate(candidates, supply, rounds, request)
+        found.ended = alternate(candidates, supply, rounds, request, note)
         found.rows = [candidate.row(candidates[0]) for candidate in candidates]
         candidates.clear()  # the memory is for other processes
         release()

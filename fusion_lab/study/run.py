@@ -20,6 +20,7 @@ from fusion_lab.measuring.compare import compare_apart
 from fusion_lab.measuring.variants import BASELINE
 from fusion_lab.study.design import Study
 from fusion_lab.study.summary import principal
+from fusion_lab.training import files
 from fusion_lab.training.files import UserError, claim, read_json, write_atomically, write_json
 
 KEYS = {"run", "ok", "reason", "seconds", "system_info", "rows"}  # of a line
@@ -146,8 +147,7 @@ def in_words(study, line):
 
 
 def time_left(count, lines):
-    """"about 3 min left" for so many points that have yet to run, by those that have."""
+    """For so many points that have yet to run, by those that have."""
     if not lines:
         return "how long is known after the first point"
-    left = count * statistics.fmean(line["seconds"] for line in lines.values())
-    return f"about {left:.0f} s left" if left < 100 else f"about {left / 60:.0f} min left"
+    return files.time_left(count * statistics.fmean(line["seconds"] for line in lines.values()))

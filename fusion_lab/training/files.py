@@ -278,7 +278,7 @@ def explain(error):
     """(exit code, message) for errors of the machine rather than of this program; None for others."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" \
             or OUT_OF_MEMORY.search(str(error)):
-        return FAILED, "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp"
+        return FAILED, "out of memory: lower --batch-size or another size, or add --use-amp"
     if re.search("gloo|nccl", str(error), re.IGNORECASE):
         return FAILED, f"a rank lost the others: {str(error).splitlines()[0][:200]}"
     if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
@@ -341,6 +341,11 @@ def drop_output():
 def printable(text):
     """Text on one line: control characters, such as a name may hold, are spelled out."""
     return "".join(c if c.isprintable() or "\udc80" <= c <= "\udcff" else ascii(c)[1:-1] for c in str(text))
+
+
+def time_left(seconds):
+    """In words."""
+    return f"about {seconds:.0f} s left" if seconds < 100 else f"about {seconds / 60:.0f} min left"
 
 
 def counted(number, noun):

@@ -10,7 +10,7 @@ from functools import partial
 
 from fusion_lab import __version__
 from fusion_lab.measuring.variants import make_variants
-from fusion_lab.training import files, torchrun
+from fusion_lab.training import files, hints, torchrun
 from fusion_lab.training.files import EXIT_CODES
 from fusion_lab.training.options import ProfilerConfig, as_flag, flag
 from fusion_lab.training.program import CommandLine, Settings, load_program
@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
                 near += [name for name in close if name.startswith(word)] or \
                     difflib.get_close_matches(word, known, 1, 0.7)
         meant = f" (did you mean {', '.join(near)}?)" if near else ""
-        self.error(f"unrecognized arguments: {shlex.join(words)}{meant}{hint}")
+        self.error(f"unrecognized arguments: {shlex.join(words)}{meant}{hint}{hints.of(words)}")
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n" if torchrun.first() else None)
@@ -218,6 +218,8 @@ def add_modes(parser, program):
                           "baseline, fused, only-X of each default fusion, compiled; on a GPU presets)")
     compared.add_argument("--compare-with-v1", metavar="FILE", help="after training, speed-up and memory "
                           "against an earlier summary (default: none)")
+    compared.add_argument("--min-speedup", type=float, metavar="X", help="with --compare-with-v1: exit code "
+                          "1 unless the speed-up's 95%% interval lies above X (default: none)")
 
 
 def own_modes(program):
@@ -308,8 +310,10 @@ def parse(parser, program, argv):
                f"not with {mode}, which takes {', '.join(map(flag, own[mode]))}")
     elif mode:
         files_and_records = training_only(program.training_config, ProfilerConfig)
-        refuse(parser, arguments, [*files_and_records, "compare_with_v1"],
+        refuse(parser, arguments, [*files_and_records, "compare_with_v1", "min_speedup"],
                f"belongs to training, not to {mode}")
+    if given.get("min_speedup") is not None and not given["compare_with_v1"]:
+        parser.error("argument --min-speedup: needs --compare-with-v1")
     if given.get("variants") is not None and mode != "--compare-fusion":
         parser.error("argument --variants: needs --compare-fusion")
     try:

@@ -127,7 +127,7 @@ def require_memory(program, device, *settings):
     if free is None or (least := program.model.least_bytes(leanest)) <= free:
         return
     plain = program.settings()
-    sizes = [f.name for f in fields(program.model_config) if f.metadata["low"] == 1] + ["batch_size"]
+    sizes = [*(f.name for f in fields(program.model_config) if f.metadata["low"] == 1), *program.axes]
     name = max(sizes, key=lambda size: leanest.get(size) // plain.get(size))  # what was asked too much of
 
     def fits(value):

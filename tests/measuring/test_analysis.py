@@ -49,7 +49,8 @@ def analysed(events, directory, samples=(), untraced=3, seconds=0.25e-3, **found
     """analysis_of() a run of five steps, of which some were timed before the profiler began."""
     (directory / "t.json").write_text(json.dumps(dict(traceEvents=events)))
     settings = SECOND.settings(width=8, batch_size=3, device="cpu")
-    trainer = SimpleNamespace(program=SECOND, settings=settings, device=torch.device("cpu"))
+    trainer = SimpleNamespace(program=SECOND, settings=settings, device=torch.device("cpu"),
+                              model=SimpleNamespace(statistics=lambda: dict(kernels_by_rule=15, other=1)))
     profiling = SimpleNamespace(trace=str(directory / "t.json"), without=untraced, samples=list(samples),
                                 undisturbed=lambda steps: steps[:untraced] if untraced else steps)
     known = Findings(**{**dict(saved=dict(up=3 * MB, rest=MB), flops=7, launches=3), **found})
@@ -67,6 +68,9 @@ def test_a_cpu_is_timed_without_the_profiler(tmp_path):
     assert (up["total_us"], up["share"]) == (pytest.approx(3000.0), pytest.approx(0.75))
     assert (up["saved_activation_mb"], up["allocated_mb"]) == (3.0, None)
     assert (rest["name"], rest["total_us"], rest["launches"]) == ("rest", pytest.approx(1000.0), 2)
+    assert found["kernel_counts"] == dict(
+        kernels_per_step=3, kernels_are="cpu_ops", kernels_per_step_by_sublayer=dict(up=1, rest=2),
+        nominal=dict(kernels_by_rule=15))
     assert found["step"] == dict(
         untraced_ms=pytest.approx(1), p20_ms=pytest.approx(1), p80_ms=pytest.approx(1), traced_ms=0.1,
         gpu_busy_ms=None, step_times=pytest.approx([1e-3] * 3),

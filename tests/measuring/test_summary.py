@@ -107,6 +107,14 @@ def now(peak=30.0, **values):
                    system_info=dict(gpu_name=None)), **values}
 
 
+@pytest.mark.parametrize("least, low, code", [
+    (None, None, 0), (1.3, 1.31, 0), (1.3, 1.3, 1), (1.3, 1.2, 1), (1.3, None, 1), (0.5, None, 1)])
+def test_a_speed_up_passes_by_its_interval(least, low, code, capsys):
+    result = dict(compared_with_v1=dict(speedup=1.6, speedup_low=low)) if low else {}
+    assert summary.too_slow(result, least) == code
+    assert ("FAILED" in capsys.readouterr().out) == bool(code)
+
+
 def test_against_an_earlier_run(capsys):
     before = earlier(40.0, config=dict(width=8), system_info=dict(gpu_name=None))
     found = summary.print_against(before, now())

@@ -57,7 +57,8 @@ def session(tmp_path_factory):
 def test_a_session_is_a_training_run_and_a_report(session):
     directory, result, output = session
     assert result == report.read_analysis(directory) and result["mode"] == "pytorch_profiler"
-    assert output.splitlines()[-2].endswith(result["findings"][-1])  # before the JSON, for people
+    *_, finding, to_copy, _ = output.splitlines()  # before the JSON, for people
+    assert finding.endswith(result["findings"][-1]) and to_copy.startswith("To copy")
     summary = json.loads((directory / "performance_summary_v2.json").read_text())["performance_summary"]
     assert summary["step_times"] == result["step"]["step_times"] and len(summary["step_times"]) == 8
     assert summary["median_batch_time"] == pytest.approx(result["step"]["untraced_ms"] / 1e3)

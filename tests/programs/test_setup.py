@@ -67,7 +67,7 @@ def test_a_python_without_torch_is_told_what_to_install(program):
 
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "WORKSHOP")),
          *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.py",
+PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.py", "optimize_batch_size.py",
             *(path.name for path in sorted(ROOT.glob("*.sh"))),
             *(f"companions/{path.name}" for path in sorted(ROOT.glob("companions/*.py"))
               if "files.quiet(" in path.read_text(encoding="utf-8"))]  # as every program begins
