@@ -25,6 +25,7 @@ files.quiet(__name__)  # Ctrl-C is one line, during the imports, too
 
 from dataclasses import dataclass
 
+from fusion_lab.kernels import limits
 from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, ProfilerConfig, option  # noqa: F401  for importers
 from fusion_lab.training.program import Program
@@ -81,19 +82,25 @@ class FusionConfig(TritonSwitches):
                                             acts_on=("msa_row", "msa_column", "outer_product", "triangle"))
     enable_transition_fusion: bool = option(False, "bias and ReLU of transitions within their GEMM",
                                             preset=True, acts_on=("msa_transition", "pair_transition"))
-    enable_activation_checkpointing: bool = option(False, "recompute whole blocks in backward")
+    enable_activation_checkpointing: bool = option(False, "recompute whole blocks in backward",
+                                                   recomputes=True)
     enable_selective_checkpointing: bool = option(False, "recompute sub-layers; our kernels keep the "
-                                                  "output of attention")
+                                                  "output of attention", recomputes=True)
     attention_backend: str = option("auto", "implementation of fused attention; math is plain",
                                    choices=("auto", "math", "sdpa", "flex"))
 
-    def weight_first(self, samples, rows, residues, tie=True):
-        """Whether the outer product mean multiplies by its weight before it sums over rows. That pays where
-        rows are few: with 4 N <= S its largest tensor, (h, N, S, c_z), is no larger than the other order's,
-        (S, S, h * h), for c_z up to 4 h; at 4 N = S, where our kernel is as fast, tie decides. It loops over
-        samples, and for several small proteins the launches cost more than it saves."""
-        few = 4 * rows < residues or tie and 4 * rows == residues
-        return self.enable_opm_fusion and few and (samples == 1 or residues >= 128)
+    def weight_first(self, samples, rows, residues, hidden, products):
+        """Whether the outer product mean multiplies by its weight before it sums over rows; whoever has to
+        know asks here. products: what gpu_products() says. It pays where rows are few: with 4 N <= S the
+        largest tensor, (h, N, S, c_z), is no larger than the other order's, (S, S, h * h), for c_z up to 4 h.
+        It needs about N / h times the multiplications, which set float32's time on a GPU: there it must save
+        half of them. At 4 N = S our kernel for the other order is as fast. It loops over samples, and for
+        several small proteins the launches cost more than it saves."""
+        kernel = products == "half" and self.enable_triton_outer_layout
+        few = 4 * rows < residues or 4 * rows == residues and not kernel
+        many_multiplications = products == "float32" and 2 * rows > hidden
+        return (self.enable_opm_fusion and few and not many_multiplications
+                and (samples == 1 or residues >= 128))
 
 
 # What flags.judge() parses flags by; PROGRAM, at the end, adds the classes that need torch
@@ -118,7 +125,7 @@ from tqdm import tqdm
 from fusion_lab.kernels.library import attention_choice
 from fusion_lab.kernels.library.custom_gradients import LinearReLU, TriangleProduct, recomputed, summed_rows
 from fusion_lab.kernels.library.packing import PackedProjections
-from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
+from fusion_lab.kernels.precision import amp_dtype, at_least_float32, product_dtype, strict_float32
 from fusion_lab.measuring import accuracy, retune, summary
 from fusion_lab.measuring.analysis import write_analysis
 from fusion_lab.measuring.clocks import PhaseTimer
@@ -277,6 +284,14 @@ class MSATransition(Transition):
         super().__init__(config.msa_dim, fusion)
 
 
+def gpu_products(x):
+    """How tensors such as x are multiplied: "half", in 16 bits on a GPU, where our kernels run; "float32" on a
+    GPU without TF32; or None, any other way."""
+    if limits.runs(x):
+        return "half"
+    return "float32" if x.is_cuda and strict_float32(product_dtype(x)) else None
+
+
 class OuterProductMean(PackedProjections):
     """Alg. 10: how residues i and j vary together over the rows becomes an update of pair (i, j)."""
     SIDES = ("left_proj", "right_proj")
@@ -284,7 +299,7 @@ class OuterProductMean(PackedProjections):
 
     def __init__(self, config, fusion):
         super().__init__()
-        self.fusion = fusion
+        self.fusion, self.counted_as = fusion, None
         self.layer_norm = nn.LayerNorm(config.msa_dim)
         layers = {name: linear(config.msa_dim, config.outer_product_dim) for name in self.SIDES}
         self.add_projections(layers, ["left_right_proj"] if fusion.enable_projection_fusion else [])
@@ -311,12 +326,10 @@ class OuterProductMean(PackedProjections):
         outer = torch.einsum("bnic,bnjd->bijcd", left, right)  # (B, S, S, h, h), the largest tensor here
         return self.output_proj(outer.flatten(-2))
 
-    def weight_first(self, sides):
-        """FusionConfig's rule for sides (B, N, S, h). This order needs about N / h times the
-        multiplications of the other. They set float32's time on a GPU; there it must save half of them."""
-        bound_by_multiplications = sides.is_cuda and strict_float32(sides.dtype)
-        return (self.fusion.weight_first(*sides.shape[:3])
-                and not (bound_by_multiplications and 2 * sides.shape[1] > sides.shape[3]))
+    def weight_first(self, x):
+        """FusionConfig's rule for the MSA x (B, N, S, c_m), or for its sides."""
+        products = self.counted_as[0] if self.counted_as else gpu_products(x)
+        return self.fusion.weight_first(*x.shape[:3], self.widths["left_proj"], products)
 
     def products_weight_first(self, left, right):
         """The same sums in another order: the tensor in the middle is (h, N, S, c_z), not (S, S, h, h)."""

@@ -26,7 +26,7 @@ import torch
 
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.gains import Gain, gain_of_rounds
-from fusion_lab.measuring.probe import peak_megabytes, probe
+from fusion_lab.measuring.probe import begin_peak, peak_megabytes, probe
 from fusion_lab.measuring.roctx import child_environment
 from fusion_lab.measuring.summary import launch_kind, provenance
 from fusion_lab.measuring.variants import BASELINE, make_variants
@@ -164,8 +164,7 @@ class Candidate:
             self.counts = probe(trainer, batch)
             if device.type == "cuda":  # the peak of two steps, after one that makes what stays
                 trainer.step(batch)
-                torch.cuda.synchronize(device)
-                torch.cuda.reset_peak_memory_stats(device)
+                begin_peak(device)
                 for _ in range(2):
                     trainer.step(batch)
                 torch.cuda.synchronize(device)
@@ -334,6 +333,7 @@ def compare(program: Program, settings: Settings, names: str | Sequence[str] | N
         note(f"{rounds or ROUNDS} rounds{limit}, in which each takes a step")
         found.ended = alternate(candidates, supply, rounds, request)
         found.rows = [candidate.row(candidates[0]) for candidate in candidates]
+        found.about["training_params"]["num_steps"] = len(found.rows[0].step_times)  # those that ran
         candidates.clear()  # the memory is for other processes
         release()
         tell()

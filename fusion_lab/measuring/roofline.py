@@ -88,13 +88,13 @@ def flops_share(program, flops):
     return {name: flops[name] / total for name in program.model.SUBLAYERS}
 
 
-def roofline_table(program, settings, ceilings, seconds):
+def roofline_table(program, settings, on_gpu, ceilings, seconds):
     """Rows by sub-layer, forward and backward of all blocks in one step; seconds: {sub-layer: measured}.
     share is the longer of the times at both ceilings over the measured one; note, where there is one, says
     what is not known, or why a row has no bound."""
     with torch.device("meta"):
         costs = program.model(settings.model, settings.fusion).costs(settings.training)
-    flops, rows = flops_by_sublayer(program, settings), []
+    flops, rows = flops_by_sublayer(program, settings, on_gpu), []
     for name in program.model.SUBLAYERS:
         moved, measured = total_bytes(costs.get(name)), seconds.get(name)
         compute_s = flops[name] / ceilings["matmul_flops_per_s"]

@@ -49,11 +49,13 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
                         code or FAILED)
     analysis = read_json(path)
     if roofline and not code:
-        ceilings = measure_ceilings(choose_device(settings.training.device), settings.training)
+        device = choose_device(settings.training.device)
+        ceilings = measure_ceilings(device, settings.training)
         measured = Counter()
         for e in analysis["sublayers"]:
             measured[e["name"]] += e["total_us"] / 1e6
-        analysis.update(ceilings=ceilings, roofline=roofline_table(program, settings, ceilings, measured))
+        analysis.update(ceilings=ceilings, roofline=roofline_table(program, settings, device.type == "cuda",
+                                                                   ceilings, measured))
     if earlier:
         analysis["compared_with"] = compare_sessions(earlier[1], analysis, earlier[0])
     trace = TraceAnalysis(read_trace(os.path.join(directory, analysis["trace"])), program.model.SUBLAYERS)

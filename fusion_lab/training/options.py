@@ -13,7 +13,7 @@ from fusion_lab.kernels.limits import HAS_TRITON
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
            ultra=False, title=None, training_only=False, resized=False, metavar=None, mode=(), short=None,
-           several=False, read=False, acts_on=()):
+           several=False, read=False, acts_on=(), recomputes=False):
     """A dataclass field that is also a command-line flag.
 
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
@@ -22,11 +22,13 @@ def option(default, help, low=None, choices=None, type=None, below=None, *, at_m
     another value. metavar: what --help shows in place of its value. mode: if given, the flag is a mode, and
     these are the fields that it takes. short: such as "-o". several: the value is a list of them. read: a
     path from which something is read. acts_on: how the names of the sub-layers begin that a switch changes.
+    recomputes: a switch that computes something again in backward, which counts of FLOPs leave out.
     """
     return field(default=default, metadata=dict(
         help=help, low=low, below=below, at_most=at_most, choices=choices, type=type or default.__class__,
         preset=preset, ultra=ultra, title=title, training_only=training_only, resized=resized,
-        metavar=metavar, mode=mode, short=short, several=several, read=read, acts_on=acts_on))
+        metavar=metavar, mode=mode, short=short, several=several, read=read, acts_on=acts_on,
+        recomputes=recomputes))
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,10 @@ class Model:
         each may be missing."""
         return {}
 
+    def count_as(self, training, on_gpu):
+        """Its FLOPs will be counted, on tensors without values: take the orders of sums that such a training
+        has there."""
+
     def costs(self, training):
         """{sub-layer: Cost} of a step of such a training, all blocks together."""
         return {}

@@ -126,7 +126,7 @@ def test_a_default_step_has_about_half_the_arithmetic_and_three_fifths_of_the_me
     batch = PROGRAM.data(settings).batch(0)
     flops, saved = [], []
     for fusion in (PROGRAM.fusion_config.preset(False), settings.fusion):
-        flops.append(sum(flops_by_sublayer(PROGRAM, replace(settings, fusion=fusion)).values()))
+        flops.append(sum(flops_by_sublayer(PROGRAM, replace(settings, fusion=fusion), False).values()))
         trainer = PROGRAM.trainer(PROGRAM, replace(settings, fusion=fusion), CPU)
         found = saved_activations(trainer.model, [], lambda t=trainer: t.forward(batch)["loss"])
         saved.append(sum(found.values()))

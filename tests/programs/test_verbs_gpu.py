@@ -77,8 +77,7 @@ def trainings():
         Verb("train profiled", (f"{train} {SMALL} {FEW} --enable-all-profiling --profile-dir here "
                                 "--save-checkpoint a.pt", f"{train} {SMALL} --num-steps 5 --warmup-steps 1 "
                                 "--resume a.pt --profile-dir there"),
-             ("here/*.pt.trace.json", "here/memory_profile.json", "a.pt", "there/metrics.jsonl"),
-             null=("launches_per_step",)),  # which are left to the outer profiler
+             ("here/*.pt.trace.json", "here/memory_profile.json", "a.pt", "there/metrics.jsonl")),
         Verb("fine-tune", (f"{natural} --profile-dir new",
                            f"{natural} --init-from {SHIPPED} --save-checkpoint tuned.pt"),
              (*files, "tuned.pt"), holds=tuned)]

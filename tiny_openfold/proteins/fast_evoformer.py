@@ -160,12 +160,6 @@ class OuterProductMeanTwin(SubLayerTwin):
     def takes(self, msa):
         return self.plan.outer_product_mean and limits.runs(msa) and not self.weight_first(msa)
 
-    def weight_first(self, sides):
-        """With kernels only B, N and S of sides count, which are the msa's: so takes() can ask."""
-        if self.plan.outer_product_mean and limits.runs(sides):
-            return self.fusion.weight_first(*sides.shape[:3], tie=False)
-        return super().weight_first(sides)
-
     def forward(self, msa, row_mask=None, onto=None):
         """The update of pair; with `onto`, (pair, msa)."""
         if onto is not None and self.takes(msa):

@@ -72,6 +72,13 @@ class TrainingConfig(options.TrainingConfig):
             self.refuse("real_folds", "needs --synthetic-world natural")
 
 
+def products_of(training, on_gpu):
+    """What gpu_products() of tiny_openfold_v2.py says of the tensors of such a training."""
+    if training.use_amp:
+        return "half" if on_gpu and limits.HAS_TRITON else None
+    return "float32" if on_gpu and not training.use_tf32 else None
+
+
 @dataclass(frozen=True)
 class TritonSwitches(options.Switches):
     """Triton kernels of this project, for a GPU (docs/kernels.md)."""
@@ -89,9 +96,8 @@ class TritonSwitches(options.Switches):
         c, training, found = settings.model, settings.training, super().idle(settings, on_gpu)
         asked = self.attention_backend if self.enable_flash_attention else "math"
         kernels = self.enable_triton_outer_layout and on_gpu and limits.HAS_TRITON and training.use_amp
-        weight_first = self.weight_first(training.batch_size, c.num_seqs, c.seq_len, tie=not kernels)
-        if on_gpu and not (training.use_amp or training.use_tf32):  # where multiplications count
-            weight_first = weight_first and 2 * c.num_seqs <= c.outer_product_dim
+        weight_first = self.weight_first(training.batch_size, c.num_seqs, c.seq_len, c.outer_product_dim,
+                                         products_of(training, on_gpu))
         found |= {name: why for name, why, holds in (
             ("enable_opm_fusion", "opm-fusion changes nothing at these sizes",
              self.enable_opm_fusion and not weight_first),
