@@ -285,8 +285,8 @@ class MSATransition(Transition):
 
 
 def gpu_products(x):
-    """How tensors such as x are multiplied: "half", in 16 bits on a GPU, where our kernels run; "float32" on a
-    GPU without TF32; or None, any other way."""
+    """How products of x are made: "half", in 16 bits on a GPU, where our kernels run; "float32", on a GPU
+    without TF32; None, in any other way."""
     if limits.runs(x):
         return "half"
     return "float32" if x.is_cuda and strict_float32(product_dtype(x)) else None

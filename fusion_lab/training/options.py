@@ -84,7 +84,7 @@ COMPILE_MODES = ("default", "reduce-overhead")  # in the second torch.compile ma
 @dataclass(frozen=True)
 class Switches(Checked):
     """Ways to run a step. These any model can have; a model's own switches are fields of a subclass. Every
-    bool becomes an --enable-X/--disable-X pair, a variant of --compare-fusion and a setting of the study."""
+    bool becomes an --enable-X/--disable-X pair, a variant of --compare-fusion."""
     enable_torch_compile: bool = option(False, "torch.compile", preset=True,
                                         title="Torch Compile")
     enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph", preset=True)

@@ -137,7 +137,7 @@ def sessions():
 
 
 def two_runs_of_each(result, directory):
-    found = [(point["setting"], point["n"], point["n_failed"]) for point in result["points"]]
+    found = [(point["variant"], point["n"], point["n_failed"]) for point in result["points"]]
     if found != [("baseline", 2, 0), ("fused", 2, 0)]:
         yield f"points {found}"
 
