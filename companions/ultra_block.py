@@ -15,7 +15,7 @@ import torch
 
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.kernels.precision import product_dtype
-from fusion_lab.measuring.contest import failed, measured, table
+from fusion_lab.measuring.bench import contest, contest_table, failed
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError, write_json
 from fusion_lab.training.machine import choose_device, process_settings, system_info
@@ -94,17 +94,19 @@ class Forward:
         with torch.no_grad():
             return self.trainer.forward(batch)["loss"]
 
-    def step(self, batch):
+    def step(self, batch, mark=lambda: None):
         if self.trainer.use_graph and not self.graph:
             self.graph = GraphedStep(self.loss, batch, self.trainer.device)
-        return (self.graph or self.loss)(batch)
+        loss = (self.graph or self.loss)(batch)
+        mark()
+        return loss
 
 
-def contest(make, program, settings, device):
+def rows_of(make, program, settings, device):
     """Rows of make(program, settings, device) under the switches of each way."""
     made = {name: partial(make, program, settings.having(**switches), device)
             for name, switches in WAYS.items()}
-    return measured(made, "", program.data(settings).check_batch(), device, ROUNDS)
+    return contest(made, "", program.data(settings).check_batch(), device, ROUNDS)
 
 
 def verdict(rows):
@@ -134,10 +136,10 @@ def compare_ultra(program, settings):
                                  enable_master_weights=True)
         shapes.append(dict(batch_size=batch_size, seq_len=length))
         for part, make in (("forward", Forward), ("training step", program.trainer)):
-            rows = contest(make, program, chosen, device)
+            rows = rows_of(make, program, chosen, device)
             shapes[-1][part] = dict(rows=rows, verdict=verdict(rows))
-            print(table(f"B {batch_size}, S {length}, {part}", rows), f"Verdict: {verdict(rows)}\n", sep="\n",
-                  flush=True)
+            print(contest_table(f"B {batch_size}, S {length}, {part}", rows))
+            print(f"Verdict: {verdict(rows)}\n", flush=True)
             torch.cuda.empty_cache()
     broken = [name for shape in shapes for part in ("forward", "training step")
               for name in failed(shape[part]["rows"], ULTRA)]

@@ -7,9 +7,9 @@ import time
 import torch
 
 from fusion_lab.measuring.compare import compare
-from fusion_lab.measuring.tables import cell
+from fusion_lab.measuring.tables import cell, markdown
 from fusion_lab.measuring.variants import BASELINE, FUSED, ONLY, make_variants
-from fusion_lab.training.files import StopRequest, counted, printable, write_json
+from fusion_lab.training.files import StopRequest, counted, write_json
 from fusion_lab.training.machine import choose_device, require_memory
 from fusion_lab.training.reporting import busy_line, print_result
 
@@ -20,8 +20,7 @@ COLUMNS = {"variant": 8, "step ms (p20, p80)": 26, "samples/s": 9, "speed-up (95
 def cells(row):
     """A row of the table."""
     if not row.measured:
-        reason = printable(row.reason).replace("|", "\\|")
-        return [row.name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)]
+        return [row.name, f"not measured: {row.reason}"]
     times = [1e3 * seconds for seconds in (row.median_batch_time, row.p20_batch_time, row.p80_batch_time)]
     few = f" ({counted(len(row.step_times), 'round')})" if row.speedup_low is None else ""
     return [row.name, "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row.samples_per_second:.1f}",
@@ -40,13 +39,8 @@ def figure(value, form, saved):
 
 def table(rows, names=()):
     """Lines of a Markdown table; names: of rows that are still to come, so that the columns stay."""
-    body = [[*COLUMNS], *map(cells, rows)]
-    widths = [max(least, *(len(line[i]) for line in body if line[-1]))
-              for i, least in enumerate(COLUMNS.values())]
-    widths[0] = max(widths[0], *map(len, names), *(len(row.name) for row in rows))
-    lines = ["| " + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) + " |"
-             for line in body]
-    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+    first, *others = COLUMNS.values()
+    return markdown([[*COLUMNS], *map(cells, rows)], [max(first, 0, *map(len, names)), *others])
 
 
 def in_words(rows):

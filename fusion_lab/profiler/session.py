@@ -5,10 +5,11 @@ import os
 from collections import Counter
 
 from fusion_lab.measuring.analysis import ANALYSIS
-from fusion_lab.measuring.compare import compare, release
+from fusion_lab.measuring.bench import release
+from fusion_lab.measuring.compare import compare
 from fusion_lab.measuring.comparison_table import Notes, below, table
 from fusion_lab.measuring.roofline import measure_ceilings, roofline_rows, roofline_table
-from fusion_lab.measuring.tables import aligned
+from fusion_lab.measuring.tables import markdown
 from fusion_lab.measuring.trace import TraceAnalysis, read_trace
 from fusion_lab.measuring.variants import (
     BASELINE,
@@ -73,7 +74,7 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
 def print_session(analysis, directory, pictures):
     """What a session says on the terminal, the findings last."""
     if "roofline" in analysis:
-        print("\n".join(aligned(roofline_rows(analysis["roofline"]))))
+        print("\n".join(markdown(roofline_rows(analysis["roofline"]))))
     if "compared_with" in analysis:
         print("\n".join(comparison_lines(analysis["compared_with"])))
     print(f"Results in {directory}: {', '.join([REPORT, ANALYSIS, analysis['trace'], *pictures])}")

@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 from fusion_lab.measuring.compare import compare_apart
 from fusion_lab.measuring.plotting import drawn, require_matplotlib
-from fusion_lab.measuring.tables import aligned
+from fusion_lab.measuring.tables import markdown
 from fusion_lab.study import report
 from fusion_lab.study.arguments import SCRIPT, own_part, parse
 from fusion_lab.training import torchrun
@@ -164,7 +164,7 @@ def conclude(study, how, directory, lines, plots):
     write_text(page, report.page(study, summary, how))
     if plots and drawn(str(picture), report.draw, study, summary, figsize=(8, 4.5)):
         write_text(page, report.page(study, summary, how, picture.read_bytes()))
-    print("", *aligned(report.table(study, summary)), "", *report.findings(study, summary), "",
+    print("", *markdown(report.table(study, summary)), "", *report.findings(study, summary), "",
           f"Report: {page}", sep="\n", flush=True)
     return summary
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusion_lab.measuring import clocks, compare
-from fusion_lab.measuring.compare import NEVER, Comparison, Row, alternate
+from fusion_lab.measuring import bench, clocks, compare
+from fusion_lab.measuring.bench import NEVER, alternate
+from fusion_lab.measuring.compare import Comparison, Row
 from fusion_lab.measuring.comparison_table import below, cells, headline, in_words
 from fusion_lab.measuring.variants import make_variants
 from tests.second_program import PROGRAM as SECOND
@@ -75,17 +76,21 @@ def test_steps_alternate_from_equal_weights_and_a_slowdown_is_one(counting):
     (3, None, "20 rounds"), (7, None, "9 rounds in 63 s"), (100, None, "6 rounds in 600 s"),
     (100, 9, "9 rounds")])
 def test_rounds_end_as_asked_or_after_twenty_or_a_minute(seconds, asked, ended, monkeypatch):
-    monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=itertools.count(0, seconds).__next__))
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=itertools.count(0, seconds).__next__))
     one = SimpleNamespace(reason=None, take_turn=lambda number, batch: None)
     assert alternate([one], [None], asked, NEVER) == ended
 
 
-def measured(program, variants):
-    """Rows of these after two rounds."""
+def measured(program, variants, broken=None):
+    """(rows of these after two rounds, candidates); broken: a step of the last one's."""
     batch = program.data(SETTINGS).batch(0)
-    candidates = compare.candidates_of(program, variants, CPU, batch, lambda text: None)
-    alternate(candidates, [batch], 2, NEVER)
-    return [candidate.row(candidates[0]) for candidate in candidates]
+    candidates = [compare.candidate_of(program, variant, CPU) for variant in variants]
+    bench.warm_up(candidates, batch, CPU)
+    if broken:
+        candidates[-1].trainer.step = broken
+    assert alternate(candidates, [batch], 2, NEVER) == "2 rounds"
+    return [compare.row_of(variant, candidate, candidates[0])
+            for variant, candidate in zip(variants, candidates, strict=True)], candidates
 
 
 def baseline_settings():
@@ -99,7 +104,7 @@ def test_what_fails_is_a_row_with_its_reason_and_what_is_idle_is_not_tried(count
     assert [v.reason for v in variants] == [None, *idle]
     variants[1].reason = variants[3].reason = None
     variants[2].reason = "it is idle"
-    rows = measured(counting, variants)
+    rows, _ = measured(counting, variants)
     assert [(row.measured, row.reason) for row in rows] == [
         (True, None), (False, "RuntimeError: no such kernel here"), (False, "it is idle"), (True, None)]
     variants[0].reason, variants[0].settings = None, variants[1].settings
@@ -173,11 +178,9 @@ def test_a_child_that_ends_leaves_no_process_and_says_why(asked, seconds, then, 
 
 
 def test_what_fails_in_a_round_gives_its_memory_back_and_the_others_go_on(counting):
-    variants, batch = make_variants(SETTINGS, "fused", False), counting.data(SETTINGS).batch(0)
-    candidates = compare.candidates_of(counting, variants, CPU, batch, lambda text: None)
-    candidates[1].trainer.step = lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA out of memory"))
-    assert alternate(candidates, [batch], 3, NEVER) == "3 rounds"
-    rows = [candidate.row(candidates[0]) for candidate in candidates]
+    def broken(*_):
+        raise RuntimeError("CUDA out of memory")
+    rows, candidates = measured(counting, make_variants(SETTINGS, "fused", False), broken)
     assert [row.measured for row in rows] == [True, False] and "out of memory" in rows[1].reason
     assert candidates[1].trainer is None
 
