@@ -22,14 +22,16 @@ sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `python -I`
 from fusion_lab.training import files
 
 files.quiet(__name__)  # Ctrl-C is one line, during the imports, too
+if __name__ == "__main__":  # whoever imports this file gets what runs, and so one set of classes
+    sys.modules["tiny_openfold_v2"] = sys.modules["__main__"]
 
 from dataclasses import dataclass
 
 from fusion_lab.kernels import limits
 from fusion_lab.training import flags
-from fusion_lab.training.options import Checked, ProfilerConfig, option  # noqa: F401  for importers
+from fusion_lab.training.options import Checked, ProfilerConfig, Switches, option, shared
 from fusion_lab.training.program import Program
-from tiny_openfold.proteins.options import TrainingConfig, TritonSwitches
+from tiny_openfold.proteins.options import TrainingConfig, products_of
 
 # --------------------------------------------------------------------------------------------------------
 # Configs of model and fusion; each field is a command-line flag
@@ -62,9 +64,9 @@ class TinyOpenFoldConfig(Checked):
 
 
 @dataclass(frozen=True)
-class FusionConfig(TritonSwitches):
+class FusionConfig(Switches):
     """Which operations run fused. Every bool becomes an --enable-X/--disable-X pair. preset: part of
-    --enable-all-fusion."""
+    --enable-all-fusion. ultra: our Triton kernels, for a GPU, which only --enable-ultra adds."""
     enable_qkv_fusion_msa: bool = option(True, "Q, K, V of MSA attention in one GEMM", preset=True,
                                         title="MSA QKV Fusion", acts_on=("msa_row", "msa_column"))
     enable_qkv_fusion_triangle: bool = option(True, "Q, K, V of triangle attention in one GEMM", preset=True,
@@ -88,22 +90,55 @@ class FusionConfig(TritonSwitches):
                                                   "output of attention", recomputes=True)
     attention_backend: str = option("auto", "implementation of fused attention; math is plain",
                                    choices=("auto", "math", "sdpa", "flex"))
+    enable_torch_compile: bool = shared("enable_torch_compile")  # what any program has
+    torch_compile_mode: str = shared("torch_compile_mode")
+    enable_cuda_graphs: bool = shared("enable_cuda_graphs")
+    enable_master_weights: bool = shared("enable_master_weights")
+    enable_triton_adamw: bool = shared("enable_triton_adamw")
+    enable_triton_attention: bool = option(False, "attention, its gate and, where widths fit, the whole "
+                                           "sub-layer round it", ultra=True)
+    enable_triton_triangle: bool = option(False, "triangle multiplication but for its large GEMM", ultra=True)
+    enable_triton_outer_layout: bool = option(False, "outer product mean in its plain order, without "
+                                              "copies of (S, S, h*h) tensors", ultra=True)
+    enable_triton_relu: bool = option(False, "transitions, from LayerNorm to residual", ultra=True)
+    enable_triton_weight_gradients: bool = option(False, "adds a block's small gradients and partial sums in "
+                                                  "one launch each", ultra=True)
 
     def weight_first(self, samples, rows, residues, hidden, products):
-        """Whether the outer product mean multiplies by its weight before it sums over rows; whoever has to
-        know asks here. products: what gpu_products() says. It pays where rows are few: with 4 N <= S the
-        largest tensor, (h, N, S, c_z), is no larger than the other order's, (S, S, h * h), for c_z up to 4 h.
-        It needs about N / h times the multiplications, which set float32's time on a GPU: there it must save
-        half of them. At 4 N = S our kernel for the other order is as fast. It loops over samples, and for
-        several small proteins the launches cost more than it saves."""
+        """Whether the outer product mean multiplies by its weight before it sums over rows. products: what
+        gpu_products() says. With 4 N <= S the largest tensor, (h, N, S, c_z), is no larger than the other
+        order's, (S, S, h * h), for c_z up to 4 h; at 4 N = S our kernel for that order is as fast. It takes
+        about N / h times the multiplications, which set float32's time on a GPU: there it must save half of
+        them. It loops over samples, and for several small ones the launches cost more than it saves."""
         kernel = products == "half" and self.enable_triton_outer_layout
         few = 4 * rows < residues or 4 * rows == residues and not kernel
         many_multiplications = products == "float32" and 2 * rows > hidden
         return (self.enable_opm_fusion and few and not many_multiplications
                 and (samples == 1 or residues >= 128))
 
+    def idle(self, settings, on_gpu):
+        c, training, products = settings.model, settings.training, products_of(settings.training, on_gpu)
+        first = self.weight_first(training.batch_size, c.num_seqs, c.seq_len, c.outer_product_dim, products)
+        auto = self.enable_flash_attention and self.attention_backend == "auto"
+        found = super().idle(settings, on_gpu) | {name: why for name, holds, why in (
+            ("enable_opm_fusion", self.enable_opm_fusion and not first,
+             "opm-fusion changes nothing at these sizes"),
+            ("attention_backend", self.attention_backend != "auto" and not self.enable_flash_attention,
+             "--attention-backend is for fused attention"),
+            ("enable_triton_attention", self.enable_triton_attention and not auto,
+             "triton-attention gives way to the attention that was asked for"),
+            ("enable_triton_outer_layout", self.enable_triton_outer_layout and first and products == "half",
+             "triton-outer-layout is for outer products that are not re-associated"),
+            ("enable_triton_weight_gradients",
+             self.enable_triton_weight_gradients and not self.enable_torch_compile,
+             "triton-weight-gradients needs torch.compile")) if holds}
+        return found | limits.idle_kernels(self, dict(
+            enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
+            enable_triton_triangle=(c.pair_dim,), enable_triton_outer_layout=(c.outer_product_dim,),
+            enable_triton_weight_gradients=(c.pair_dim,), enable_triton_relu=(c.msa_dim, c.pair_dim)),
+            (c.pair_dim, c.msa_heads), training.use_amp, on_gpu)
 
-# What flags.judge() parses flags by; PROGRAM, at the end, adds the classes that need torch
+
 KNOWN = dict(
     file=__file__, about=__doc__, suffix="v2", version="v2_fused", model_config=TinyOpenFoldConfig,
     training_config=TrainingConfig, fusion_config=FusionConfig,
@@ -111,7 +146,7 @@ KNOWN = dict(
     demo=dict(num_blocks=1, seq_len=32, batch_size=8, learning_rate=2e-3, num_steps=120, log_every=10,
               eval_every=30))
 
-flags.judge(__name__, **KNOWN)  # before torch is imported, which takes seconds
+flags.judge(__name__, **KNOWN)  # before torch is imported, which takes seconds; see PROGRAM for the rest
 
 import contextlib
 from functools import cached_property, partial
@@ -125,26 +160,10 @@ from tqdm import tqdm
 from fusion_lab.kernels.library import attention_choice
 from fusion_lab.kernels.library.custom_gradients import LinearReLU, TriangleProduct, recomputed, summed_rows
 from fusion_lab.kernels.library.packing import PackedProjections
-from fusion_lab.kernels.precision import amp_dtype, at_least_float32, product_dtype, strict_float32
-from fusion_lab.measuring import accuracy, retune, summary
-from fusion_lab.measuring.analysis import write_analysis
-from fusion_lab.measuring.clocks import PhaseTimer
-from fusion_lab.measuring.comparison_table import compare_fusion
-from fusion_lab.measuring.metrics import Metrics, of_resumed_run
-from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
-from fusion_lab.measuring.ranges import PHASES, Profiling
-from fusion_lab.training import distributed, recipe, reporting, torchrun
-from fusion_lab.training.checkpoints import claim_outputs, out_of_patience, preserving, save
-from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.evaluations import evaluate
-from fusion_lab.training.feeding import batches
-from fusion_lab.training.files import StopRequest, exit_code
-from fusion_lab.training.machine import choose_device, process_settings, require_memory
+from fusion_lab.kernels.precision import amp_dtype, at_least_float32
+from fusion_lab.training import distributed, recipe
 from fusion_lab.training.master_weights import optimized_weights
-from fusion_lab.training.models import begin_from_files
-from tiny_openfold.proteins import batches as proteins
-from tiny_openfold.proteins import coevolution, contacts, fast_evoformer, fold_prediction, prediction
-from tiny_openfold.proteins.files import TOKENS
+from tiny_openfold.proteins import CONTACT_DISTANCE, TOKENS, coevolution, fast_evoformer
 from tiny_openfold.proteins.orientations import ORIENTATION_WEIGHT, OrientationHead, mean
 from tiny_openfold.proteins.seam import EvoformerForLab
 
@@ -284,14 +303,6 @@ class MSATransition(Transition):
         super().__init__(config.msa_dim, fusion)
 
 
-def gpu_products(x):
-    """How products of x are made: "half", in 16 bits on a GPU, where our kernels run; "float32", on a GPU
-    without TF32; None, in any other way."""
-    if limits.runs(x):
-        return "half"
-    return "float32" if x.is_cuda and strict_float32(product_dtype(x)) else None
-
-
 class OuterProductMean(PackedProjections):
     """Alg. 10: how residues i and j vary together over the rows becomes an update of pair (i, j)."""
     SIDES = ("left_proj", "right_proj")
@@ -328,7 +339,7 @@ class OuterProductMean(PackedProjections):
 
     def weight_first(self, x):
         """FusionConfig's rule for the MSA x (B, N, S, c_m), or for its sides."""
-        products = self.counted_as[0] if self.counted_as else gpu_products(x)
+        products = self.counted_as[0] if self.counted_as else fast_evoformer.gpu_products(x)
         return self.fusion.weight_first(*x.shape[:3], self.widths["left_proj"], products)
 
     def products_weight_first(self, left, right):
@@ -468,14 +479,14 @@ class FusedEvoformerBlock(nn.Module):
 MAX_OFFSET = 32  # relative positions are clipped here: 65 bins
 DISTANCE_BREAKS = np.linspace(2.3125, 21.6875, 63)  # Å; 64 bins
 DISTANCE_CENTRES = np.append(DISTANCE_BREAKS - 0.15625, DISTANCE_BREAKS[-1] + 0.15625)  # Å
-MASKED_MSA_WEIGHT = 0.1
-CONTACT_BINS = int((DISTANCE_BREAKS <= contacts.CONTACT_DISTANCE).sum())  # bins that lie wholly below it
+LOSSES = dict(distogram_loss=1, orientation_loss=ORIENTATION_WEIGHT, masked_msa_loss=0.1)  # and their weights
+CONTACT_BINS = int((DISTANCE_BREAKS <= CONTACT_DISTANCE).sum())  # bins that lie wholly below it
 
 
 class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's questions and computes nothing
     """Input embedding (Alg. 3), Evoformer blocks, distogram and masked-MSA heads (supplement 1.9.8, 1.9.9).
     DISCREPANCY: no templates, no extra MSA stack, no recycling, no structure module."""
-    SUBLAYERS = SUBLAYERS
+    SUBLAYERS, DISTANCE_CENTRES = SUBLAYERS, DISTANCE_CENTRES
 
     def __init__(self, config, fusion_config=None):
         super().__init__()
@@ -560,17 +571,14 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
         logits = self.distogram_head(pair)  # (B, S, S, 64), a bin each
         logits = (logits + logits.transpose(1, 2)).to(at_least_float32(logits.dtype))
         result = {} if only_loss else self.predictions(msa, pair, logits, differentiable=coords is None)
-        terms = []  # of the loss, in the order of loss_counts()
         if coords is not None:
             result["distogram_loss"] = self.distogram_loss(logits, coords, coord_mask)
-            terms.append(result["distogram_loss"])
         if self.orientation_head:
             result |= self.orientation_head(pair, orientations, only_loss)
-        if "orientation_loss" in result:
-            terms.append(ORIENTATION_WEIGHT * result["orientation_loss"])
         if msa_targets is not None:
             result["masked_msa_loss"] = self.masked_msa_loss(msa, msa_targets, logits.dtype)
-            terms.append(MASKED_MSA_WEIGHT * result["masked_msa_loss"])
+        terms = [result[name] if weight == 1 else weight * result[name]
+                 for name, weight in LOSSES.items() if name in result]
         if terms:  # each a mean over its loss_counts(), by which several processes weigh them
             result |= dict(loss=sum(terms[1:], terms[0]), loss_terms=torch.stack(terms))
         return result
@@ -598,10 +606,11 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
     @staticmethod
     def loss_counts(msa_targets=None, coords=None, coord_mask=None, orientations=None, **_):
         """How many pairs and letters of a batch each term of the loss averages."""
-        pairs = [] if coords is None else [coord_mask.sum(dim=1).square().sum()]
-        turned = [] if orientations is None else [(orientations[..., 0] >= 0).sum()]
-        letters = [] if msa_targets is None else [(msa_targets >= 0).sum()]
-        return torch.stack(pairs + turned + letters)
+        counts = dict(
+            distogram_loss=None if coords is None else coord_mask.sum(dim=1).square().sum(),
+            orientation_loss=None if orientations is None else (orientations[..., 0] >= 0).sum(),
+            masked_msa_loss=None if msa_targets is None else (msa_targets >= 0).sum())
+        return torch.stack([counts[name] for name in LOSSES if counts[name] is not None])
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -630,7 +639,6 @@ class Trainer:
         self.average = recipe.Average(self.weights, decay) if decay else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
         self.gradient_norm = torch.zeros((), device=device)  # of the last step, before clipping
-
         self.step_number = 0  # steps that were made
         self.best = dict(score=None, step=None, since=0)  # evaluation, and how many came after it
         self.trained_on, self.chosen_by = set(), set()  # names, so that nobody evaluates the model on them
@@ -653,6 +661,7 @@ class Trainer:
 
     def graphed_step(self, batch, mark):
         if self.graph is None:
+            from fusion_lab.training.cuda_graphs import GraphedStep
             with self.preserved():
                 self.graph = GraphedStep(self.eager_step, batch, self.device)
         loss = self.graph(batch)
@@ -683,19 +692,22 @@ class Trainer:
 
     def preserved(self):
         """Whatever runs within leaves weights, optimizer, scaler and random numbers as they were."""
+        from fusion_lab.training.checkpoints import preserving
         return preserving(self)
 
 
 def run_steps(trainer, source, profiling, findings, metrics, stop):
     """Steps up to --num-steps, until a signal, or until --early-stopping has had enough. findings are what
     warm_up() measured. Returns (losses, (steps, 4) seconds by phase)."""
+    from fusion_lab.measuring import clocks, probe, ranges
+    from fusion_lab.training import checkpoints, evaluations, feeding, reporting
     training, world, losses = trainer.training, trainer.world, []
     intervals = dict(log=training.log_every, evaluate=training.eval_every, save=training.save_every)
-    timer = PhaseTimer(trainer.device, PHASES, profiling.enter, profiling.leave)
+    timer = clocks.PhaseTimer(trainer.device, ranges.PHASES, profiling.enter, profiling.leave)
     steps = range(trainer.step_number, training.num_steps)
-    supply = batches(source, steps, trainer.device, world)  # each is made while the step before it runs
-    silent = None if world.first else True  # tqdm's None: a bar only where stderr is a terminal
-    with tqdm(total=len(steps), disable=silent, unit="step", leave=False) as bar:
+    supply = feeding.batches(source, steps, trainer.device, world)  # each made while the step before it runs
+    hidden = None if world.first else True  # None: a bar where stderr is a terminal
+    with tqdm(total=len(steps), disable=hidden, unit="step", leave=False) as bar:
         say = partial(bar.write, file=sys.stdout)
         for done in range(steps.start + 1, steps.stop + 1):
             # A step, which the host only queues: it runs ahead of the GPU
@@ -720,13 +732,14 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
             metrics.flush()  # first, so that a checkpoint has no step that the metrics lack
             reporting.require_finite(losses[-1], done)
             if "log" in due or stop.signal:
-                say(reporting.step_line(trainer, losses[-1], timer, peak_megabytes(trainer.device, findings)))
+                peak = probe.peak_megabytes(trainer.device, findings)
+                say(reporting.step_line(trainer, losses[-1], timer, peak))
             if "evaluate" in due:
-                with profiling.paused(), unmeasured_memory(trainer.device, findings):
-                    evaluate(trainer, source, metrics, stop, say)
-            ending = world.agreed_signal(stop) or out_of_patience(trainer)
+                with profiling.paused(), probe.unmeasured_memory(trainer.device, findings):
+                    evaluations.evaluate(trainer, source, metrics, stop, say)
+            ending = world.agreed_signal(stop) or checkpoints.out_of_patience(trainer)
             if training.save_checkpoint and ("save" in due or ending):
-                save(trainer, training.save_checkpoint)
+                checkpoints.save(trainer, training.save_checkpoint)
             if ending:
                 break
     return [loss.item() for loss in losses], timer.seconds()
@@ -734,34 +747,38 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
 
 def train(program, settings, compare_with=None):
     """A training run from its start-up lines to its summary; returns its exit code."""
+    from fusion_lab.measuring import analysis, probe, ranges, summary
+    from fusion_lab.measuring.metrics import Metrics, of_resumed_run
+    from fusion_lab.training import checkpoints, evaluations, machine, models, reporting
+
     # Make everything that a run needs. Whatever can be refused is refused here, before the first step
     earlier = summary.read_summary(compare_with) if compare_with else None
-    training, device = settings.training, choose_device(settings.training.device)
-    process_settings(settings, device)
-    require_memory(program, device, settings)
+    training, device = settings.training, machine.choose_device(settings.training.device)
+    machine.process_settings(settings, device)
+    machine.require_memory(program, device, settings)
     world = distributed.begin(device)
     source = program.data(settings.having(batch_size=training.batch_size * world.size))  # of all ranks
     trainer = program.trainer(program, settings, device, world)
-    begin_from_files(trainer, source)  # --resume, --init-from
-    world.from_first(lambda: claim_outputs(trainer, of_resumed_run(trainer)))
+    models.begin_from_files(trainer, source)  # --resume, --init-from
+    world.from_first(lambda: checkpoints.claim_outputs(trainer, of_resumed_run(trainer)))
     reporting.describe_start(trainer, source)
 
-    with StopRequest(patient=world.size > 1) as stop:  # a signal only asks; whoever can end early does
-        findings, metrics = warm_up(trainer, source, stop), Metrics(trainer)
+    with files.StopRequest(patient=world.size > 1) as stop:  # a signal only asks; whoever can end early does
+        findings, metrics = probe.warm_up(trainer, source, stop), Metrics(trainer)
         recorded = settings.profiler if world.first else ProfilerConfig()  # one rank records
         num_steps = training.num_steps - trainer.step_number
-        with Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
+        with ranges.Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
             losses, times = run_steps(trainer, source, profiling, findings, metrics, stop)
 
         # Write the summary before the last evaluation, which may fail, and again with it; say how it ended
         result = summary.summarise(trainer, findings, losses, profiling.undisturbed(times), stop.signal)
         path = summary.write(trainer, result)
-        evaluate(trainer, source, metrics, stop, print, final=True)
+        evaluations.evaluate(trainer, source, metrics, stop, print, final=True)
         signal = world.agreed_signal(stop)
         summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
         peak = result["performance_summary"]["peak_memory_mb"]
-        analysis = write_analysis(trainer, findings, times, peak, profiling)
-        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(signal), analysis], signal)
+        found = analysis.write_analysis(trainer, findings, times, peak, profiling)
+        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(signal), found], signal)
         if world.first:
             with trainer.averaged():
                 source.finish(trainer, metrics.by_step)  # last words and pictures
@@ -773,41 +790,31 @@ def train(program, settings, compare_with=None):
 # What the lab must know of this model, and the command line
 # --------------------------------------------------------------------------------------------------------
 
+
+def open_source(settings):
+    """Real proteins or built-in ones, as the flags say."""
+    from tiny_openfold.proteins import batches
+    return batches.open_source(settings)
+
+
 PROGRAM = Program(
     **KNOWN,  # names, configs and sizes: see there
-    model=TinyOpenFoldV2, trainer=Trainer,  # the lab imports no model: it is handed them
-    data=proteins.open_source,  # real proteins or built-in ones, as the flags say
-    modes={"--contacts": prediction.contacts, "--fold": partial(fold_prediction.fold, DISTANCE_CENTRES)})
+    model=TinyOpenFoldV2, trainer=Trainer, data=open_source,  # the lab imports no model: it is handed them
+    modes={"--contacts": "tiny_openfold.proteins.prediction:contacts",
+           "--fold": "tiny_openfold.proteins.fold_prediction:fold"})
 
 
 def run(argv=None, program=PROGRAM):
     """Do what the command line asks, of whichever program; returns the exit code. Raises UserError."""
-    argv = flags.with_demo(sys.argv[1:] if argv is None else argv, program)
-    program = flags.named_program(argv, program)
-    arguments, settings, mode = flags.parse(flags.make_parser(program), program, argv)
-    if arguments.check_flags:
-        return reporting.print_settings(program, settings, mode)
-    if mode is None:
-        return train(program, settings, arguments.compare_with_v1)
-    torchrun.require_alone(mode)
-    if mode in program.modes:
-        return program.modes[mode](program, settings)
-    if mode == "--compare-fusion":
-        return compare_fusion(program, settings, arguments.variants, getattr(arguments, "num_steps", None))
-    device = choose_device(settings.training.device)
-    if mode != "--validate-setup":  # which takes a small model
-        require_memory(program, device, settings)
-    settings.claim_directory()  # after these: what is refused moves no earlier results
-    return {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
-            "--retune": retune.retune}[mode](program, settings)
+    program, arguments, settings, mode = flags.asked(argv, program)
+    verb = flags.verb(program, arguments, mode)
+    return verb(program, settings) if verb else train(program, settings, arguments.compare_with_v1)
 
 
 def main(argv=None, program=PROGRAM):
     """run(), with every expected failure as one line on stderr; returns the exit code."""
-    return distributed.leave(lambda: exit_code(partial(run, program=program), argv, program.name))
+    return distributed.leave(lambda: files.exit_code(partial(run, program=program), argv, program.name))
 
 
 if __name__ == "__main__":
-    import tiny_openfold_v2  # as a module, so that every file of the project sees one set of classes
-
-    sys.exit(tiny_openfold_v2.main())
+    sys.exit(main())

@@ -12,7 +12,7 @@ from fusion_lab.measuring.variants import spelled
 from fusion_lab.training.checkpoints import optimizer_state, unpacked
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import finite, write_json
-from fusion_lab.training.machine import choose_device, process_settings
+from fusion_lab.training.machine import choose_device, process_settings, require_memory
 from fusion_lab.training.program import Model
 from fusion_lab.training.reporting import for_people, print_result
 
@@ -139,6 +139,8 @@ def verify_accuracy(program, settings):
     """--verify-accuracy: print the differences and PASS or FAIL; exit code 0 or 1."""
     training = settings.training
     device = choose_device(training.device)
+    require_memory(program, device, settings)
+    settings.claim_directory()  # after that: what is refused moves no earlier results
     verdict, failures = compare_numerics(program, settings, device, partial(print, flush=True))
     print(f"Fused against baseline on {device}: {verdict['tensors']} tensors (outputs, loss, all gradients), "
           f"same weights and inputs")
@@ -168,6 +170,7 @@ def validate_setup(program, settings):
     """--validate-setup: numerics of the fusions and five steps of training on a small model. The last line
     is the verdict, the line before it, for programs, the result as JSON; exit code 0 or 1."""
     device = choose_device(settings.training.device)
+    settings.claim_directory()
     sizes = {name: value for name, value in program.demo.items() if hasattr(settings.model, name)}
     small = settings.having(**sizes, batch_size=2)
     print(f"Device: {device} | torch {torch.__version__}", flush=True)

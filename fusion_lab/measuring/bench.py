@@ -38,9 +38,9 @@ class Candidate:
         self.first_loss, self.first_step_time, self.peak = None, None, None
 
     def warm_up(self, batch, device, workspace):
-        """Make the trainer and count one of its steps; a Trainer's weights are as before. Its peak memory (MB)
-        is of two steps, after those that make what stays. It holds this batch and the workspace (bytes) that a
-        library keeps for all, but nothing else that was there before."""
+        """Make the trainer and count one of its steps; a Trainer's weights are as before. Peak memory (MB) is
+        that of two steps, after those that make what stays. It holds this batch and the workspace (bytes)
+        that a library keeps for all, but nothing else that was there before."""
         torch._dynamo.reset()
         others, on_gpu = 0, device.type == "cuda"
         if on_gpu:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from fusion_lab.kernels.limits import HAS_TRITON, SWITCH, UNTUNED
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import MISSING, NO_GPU, UserError, write_json
-from fusion_lab.training.machine import choose_device, process_settings
+from fusion_lab.training.machine import choose_device, process_settings, require_memory
 from fusion_lab.training.reporting import print_result
 
 
@@ -24,6 +24,8 @@ def retune(program, settings):
         raise UserError("--retune needs a GPU", code=NO_GPU)
     if not HAS_TRITON:
         raise UserError("--retune needs Triton: pip install triton", code=MISSING)
+    require_memory(program, device, settings)
+    settings.claim_directory()  # after these: what is refused moves no earlier results
     from fusion_lab.kernels import tuner
     cache = tuner.cache_file()
     try:

@@ -137,12 +137,19 @@ class Switches(Checked):
     def titles(cls):
         """{name in the start-up lines: switch}, what every program has last."""
         titled = [f for f in fields(cls) if f.metadata["title"]]
-        return {f.metadata["title"]: f.name for f in sorted(titled, key=lambda f: f in fields(Switches))}
+        last = {f.name for f in fields(Switches)}
+        return {f.metadata["title"]: f.name for f in sorted(titled, key=lambda f: f.name in last)}
 
     def beside(self):
         """Flags of the switches without a title that differ from their defaults."""
         return [as_flag(f.name, getattr(self, f.name)) for f in fields(self) if isinstance(f.default, bool)
                 and not f.metadata["title"] and getattr(self, f.name) != f.default]
+
+
+def shared(name):
+    """The field of this name of Switches, once more: so that a model's switches all stand in one place."""
+    f = next(f for f in fields(Switches) if f.name == name)
+    return field(default=f.default, metadata=f.metadata)
 
 
 @dataclass(frozen=True)

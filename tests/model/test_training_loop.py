@@ -139,7 +139,7 @@ def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
         checkpoints.save(trainer, path)
 
     with monkeypatch.context() as monkeypatch:
-        monkeypatch.setattr(tof, "save", save)
+        monkeypatch.setattr(checkpoints, "save", save)
         code = tof.main(flags_of(profile_dir=tmp_path / "p", save_checkpoint=tmp_path / "c.pt", **values),
                         dataclasses.replace(tof.PROGRAM, data=Watched))
     out = capsys.readouterr().out

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import one_hot
 
-from tiny_openfold.proteins.files import GAP
+from tiny_openfold.proteins import GAP
 
 Q = 21
 FEATURES = Q * Q + 1  # for each pair: a table of states against states, and its strength

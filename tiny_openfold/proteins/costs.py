@@ -7,7 +7,7 @@ one over the MSA tensor. Real kernels move 4 to 6 times as much, which is what f
 stays in a cache can be faster than this bound: at small sizes, look at the launches instead.
 """
 from fusion_lab.training.program import Cost
-from tiny_openfold.proteins.files import TOKENS
+from tiny_openfold.proteins import TOKENS
 
 DISTANCE_BINS = 64
 ELEMENT = {False: 4, True: 2}  # bytes of an activation's, by whether precision is mixed

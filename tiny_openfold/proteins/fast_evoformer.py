@@ -15,6 +15,7 @@ from functools import cache, partial
 
 from fusion_lab.kernels import limits
 from fusion_lab.kernels.library.custom_gradients import recomputed
+from fusion_lab.kernels.precision import product_dtype, strict_float32
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class Plan:
                    triangle_multiplication=fusion.enable_triton_triangle,
                    outer_product_mean=fusion.enable_triton_outer_layout,
                    transition=fusion.enable_triton_relu, recompute=fusion.enable_selective_checkpointing)
+
+
+def gpu_products(x):
+    """How products of x are made: "half", in 16 bits on a GPU, where our kernels run; "float32", on a GPU
+    without TF32; None, in any other way."""
+    if limits.runs(x):
+        return "half"
+    return "float32" if x.is_cuda and strict_float32(product_dtype(x)) else None
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -73,46 +73,7 @@ class TrainingConfig(options.TrainingConfig):
 
 
 def products_of(training, on_gpu):
-    """What gpu_products() of tiny_openfold_v2.py says of the tensors of such a training."""
+    """What gpu_products() of fast_evoformer.py says of the tensors of such a training."""
     if training.use_amp:
         return "half" if on_gpu and limits.HAS_TRITON else None
     return "float32" if on_gpu and not training.use_tf32 else None
-
-
-@dataclass(frozen=True)
-class TritonSwitches(options.Switches):
-    """Triton kernels of this project, for a GPU (docs/kernels.md)."""
-    enable_triton_attention: bool = option(False, "attention, its gate and, where widths fit, the whole "
-                                           "sub-layer round it", ultra=True)
-    enable_triton_triangle: bool = option(False, "triangle multiplication but for its large GEMM",
-                                          ultra=True)
-    enable_triton_outer_layout: bool = option(False, "outer product mean in its plain order, without "
-                                              "copies of (S, S, h*h) tensors", ultra=True)
-    enable_triton_relu: bool = option(False, "transitions, from LayerNorm to residual", ultra=True)
-    enable_triton_weight_gradients: bool = option(False, "adds a block's small gradients and partial sums in "
-                                                  "one launch each", ultra=True)
-
-    def idle(self, settings, on_gpu):
-        c, training, found = settings.model, settings.training, super().idle(settings, on_gpu)
-        asked = self.attention_backend if self.enable_flash_attention else "math"
-        kernels = self.enable_triton_outer_layout and on_gpu and limits.HAS_TRITON and training.use_amp
-        weight_first = self.weight_first(training.batch_size, c.num_seqs, c.seq_len, c.outer_product_dim,
-                                         products_of(training, on_gpu))
-        found |= {name: why for name, why, holds in (
-            ("enable_opm_fusion", "opm-fusion changes nothing at these sizes",
-             self.enable_opm_fusion and not weight_first),
-            ("attention_backend", "--attention-backend is for fused attention",
-             self.attention_backend != "auto" and not self.enable_flash_attention),
-            ("enable_triton_attention", "triton-attention gives way to the attention that was asked for",
-             self.enable_triton_attention and asked != "auto"),
-            ("enable_triton_outer_layout",
-             "triton-outer-layout is for outer products that are not re-associated",
-             kernels and weight_first),
-            ("enable_triton_weight_gradients", "triton-weight-gradients needs torch.compile",
-             self.enable_triton_weight_gradients and not self.enable_torch_compile)) if holds}
-        return found | limits.idle_kernels(self, dict(
-            enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
-            enable_triton_triangle=(c.pair_dim,), enable_triton_outer_layout=(c.outer_product_dim,),
-            enable_triton_weight_gradients=(c.pair_dim,),
-            enable_triton_relu=(c.msa_dim, c.pair_dim)), (c.pair_dim, c.msa_heads),
-            training.use_amp, on_gpu)
