@@ -698,25 +698,24 @@ class Trainer:
 
 def run_steps(trainer, source, profiling, findings, metrics, stop):
     """Steps up to --num-steps, until a signal, or until --early-stopping has had enough. findings are what
-    warm_up() measured. Returns (losses, (steps, 4) seconds by phase)."""
+    warm_up() measured. Returns (steps, 4) seconds by phase; metrics has the losses."""
     from fusion_lab.measuring import clocks, probe, ranges
     from fusion_lab.training import checkpoints, evaluations, feeding, reporting
-    training, world, losses = trainer.training, trainer.world, []
+    training, world = trainer.training, trainer.world
     intervals = dict(log=training.log_every, evaluate=training.eval_every, save=training.save_every)
     timer = clocks.PhaseTimer(trainer.device, ranges.PHASES, profiling.enter, profiling.leave)
     steps = range(trainer.step_number, training.num_steps)
     supply = feeding.batches(source, steps, trainer.device, world)  # each made while the step before it runs
-    hidden = None if world.first else True  # None: a bar where stderr is a terminal
-    with tqdm(total=len(steps), disable=hidden, unit="step", leave=False) as bar:
+    with tqdm(total=len(steps), disable=not world.first or None, unit="step", leave=False) as bar:  # on a TTY
         say = partial(bar.write, file=sys.stdout)
         for done in range(steps.start + 1, steps.stop + 1):
             # A step, which the host only queues: it runs ahead of the GPU
             timer.start()
             batch = next(supply)
             timer.mark()
-            losses.append(trainer.step(batch, timer.mark))
+            loss = trainer.step(batch, timer.mark)
             trainer.step_number = done
-            metrics.step(done, losses[-1], trainer)
+            metrics.step(done, loss, trainer)
             profiling.step()
             bar.update()
 
@@ -730,10 +729,10 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
 
             # Here the host looks, for which it waits for the GPU: log, evaluate, save, stop
             metrics.flush()  # first, so that a checkpoint has no step that the metrics lack
-            reporting.require_finite(losses[-1], done)
+            reporting.require_finite(metrics.losses[-1], done)
             if "log" in due or stop.signal:
                 peak = probe.peak_megabytes(trainer.device, findings)
-                say(reporting.step_line(trainer, losses[-1], timer, peak))
+                say(reporting.step_line(trainer, metrics.losses[-1], timer, peak))
             if "evaluate" in due:
                 with profiling.paused(), probe.unmeasured_memory(trainer.device, findings):
                     evaluations.evaluate(trainer, source, metrics, stop, say)
@@ -742,7 +741,7 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
                 checkpoints.save(trainer, training.save_checkpoint)
             if ending:
                 break
-    return [loss.item() for loss in losses], timer.seconds()
+    return timer.seconds()
 
 
 def train(program, settings, compare_with=None):
@@ -768,10 +767,11 @@ def train(program, settings, compare_with=None):
         recorded = settings.profiler if world.first else ProfilerConfig()  # one rank records
         num_steps = training.num_steps - trainer.step_number
         with ranges.Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
-            losses, times = run_steps(trainer, source, profiling, findings, metrics, stop)
+            times = run_steps(trainer, source, profiling, findings, metrics, stop)
 
         # Write the summary before the last evaluation, which may fail, and again with it; say how it ended
-        result = summary.summarise(trainer, findings, losses, profiling.undisturbed(times), stop.signal)
+        losses, times_alone = metrics.losses, profiling.undisturbed(times)
+        result = summary.summarise(trainer, findings, losses, times_alone, stop.signal)
         path = summary.write(trainer, result)
         evaluations.evaluate(trainer, source, metrics, stop, print, final=True)
         signal = world.agreed_signal(stop)

@@ -8,7 +8,6 @@ again by its ordinary fused path and differentiates that: exact for every parame
 forward pass and with the memory of activation checkpointing. The comparison times forward passes and training
 steps at four shapes, beside a CUDA graph and torch.compile, which save kernel launches as well.
 """
-import os
 from functools import partial
 
 import torch
@@ -17,7 +16,8 @@ from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.measuring.bench import contest, contest_table, failed
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError, write_json
+from fusion_lab.training.directory import RunDirectory
+from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
 
@@ -128,7 +128,7 @@ def compare_ultra(program, settings):
         raise UserError("--compare-ultra needs a GPU", code=NO_GPU)
     if not HAS_TRITON:
         raise UserError("--compare-ultra needs Triton: pip install triton", code=MISSING)
-    settings.claim_directory()
+    directory = RunDirectory(program, settings).claim()
     process_settings(settings, device)
     shapes = []
     for batch_size, length in SHAPES:
@@ -143,7 +143,7 @@ def compare_ultra(program, settings):
             torch.cuda.empty_cache()
     broken = [name for shape in shapes for part in ("forward", "training step")
               for name in failed(shape[part]["rows"], ULTRA)]
-    path = os.path.join(settings.profiler.profile_dir, program.result("ultra_comparison"))
-    write_json(path, dict(mode="compare_ultra", shapes=shapes, system_info=system_info(device)))
+    path = directory.write("ultra_comparison", dict(mode="compare_ultra", shapes=shapes,
+                                                    system_info=system_info(device)))
     print_result(dict(mode="compare_ultra"), path, settings)
     return FAILED if broken else 0

@@ -1,6 +1,5 @@
 """--compare-fusion: a comparison on paper. One table, which can be pasted as Markdown, then what it says in
 words, then four headline figures."""
-import os
 import sys
 import time
 
@@ -9,7 +8,8 @@ import torch
 from fusion_lab.measuring.compare import compare
 from fusion_lab.measuring.tables import cell, markdown
 from fusion_lab.measuring.variants import BASELINE, FUSED, ONLY, make_variants
-from fusion_lab.training.files import StopRequest, counted, write_json
+from fusion_lab.training.directory import RunDirectory
+from fusion_lab.training.files import StopRequest, counted
 from fusion_lab.training.machine import choose_device, require_memory
 from fusion_lab.training.reporting import busy_line, print_result
 
@@ -140,20 +140,19 @@ def compare_fusion(program, settings, names=None, rounds=None):
     device = choose_device(settings.training.device)
     variants = make_variants(settings, names, device.type == "cuda")
     require_memory(program, device, *(variant.settings for variant in variants))
-    settings.claim_directory()  # after these: what is refused moves no earlier results
-    path = os.path.join(settings.profiler.profile_dir, program.result("fusion_comparison"))
-    printed = 0
+    directory = RunDirectory(program, settings).claim()  # now: what is refused moves no earlier results
+    path, printed = None, 0
     print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)}", flush=True)
     if busy := busy_line(device):
         print(busy, flush=True)
 
     def show(found):
-        nonlocal printed
+        nonlocal path, printed
         if found.rows[0].measured:
             lines = table(found.rows, found.names)
             print("\n".join(lines[printed:]), flush=True)
             printed = len(lines)
-            write_json(path, found.as_dict())
+            path = directory.write("fusion_comparison", found.as_dict())
 
     found = compare(program, settings, names, rounds, show, Notes(), stop := StopRequest())
     rows = [dict(name=row.name, speedup=row.speedup) for row in found.rows if row.measured]

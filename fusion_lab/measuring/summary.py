@@ -1,6 +1,5 @@
 """The summary of a training run, and its comparison with an earlier one."""
 import math
-import os
 import statistics
 import sys
 from datetime import datetime, timezone
@@ -13,7 +12,8 @@ from fusion_lab.measuring.gains import KEYS, gain_over_earlier
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.roofline import dtype_name, matmul_ceiling
 from fusion_lab.training.checkpoints import own_random_numbers
-from fusion_lab.training.files import UserError, finite, printable, read_json, write_json
+from fusion_lab.training.directory import RunDirectory
+from fusion_lab.training.files import UserError, printable, read_json
 from fusion_lab.training.machine import system_info
 from fusion_lab.training.reporting import print_result
 
@@ -129,11 +129,9 @@ def rates(figures):
 
 
 def write(trainer, result):
-    """Write a summary into the run's directory, of several ranks the first; returns its path."""
-    path = os.path.join(trainer.settings.profiler.profile_dir, trainer.program.result("performance_summary"))
-    if trainer.world.first:
-        write_json(path, finite(result))
-    return path
+    """Write a summary into the run's directory, of several ranks the first; returns its path, or None."""
+    directory, kind = RunDirectory(trainer.program, trainer.settings), "performance_summary"
+    return directory.write(kind, result) if trainer.world.first else None
 
 
 def completed(result, evaluations, earlier):

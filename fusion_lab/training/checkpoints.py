@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.files import (
     FAILED,
     UserError,
@@ -92,7 +93,7 @@ def claim_outputs(trainer, resumed):
     earlier = {path: read_saved(path, name, trainer.program) if os.path.lexists(path) else None
                for name, path in paths.items() if path}
     # Hold: no other run writes there from now on
-    trainer.settings.claim_directory(resumed)
+    RunDirectory(trainer.program, trainer.settings).claim(resumed)
     for path in earlier:
         claim_file(path)
     # Set aside what is no checkpoint of the run that goes on

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 
 from fusion_lab import commands
-from fusion_lab.training.files import UserError, claim
+from fusion_lab.training.files import UserError
 from fusion_lab.training.options import Checked, ProfilerConfig, Switches, TrainingConfig
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -142,11 +142,6 @@ class Settings:
         """Names of the switches that are on and do something here."""
         idle = self.fusion.idle(self, on_gpu)
         return [name for name in self.fusion.names() if getattr(self.fusion, name) and name not in idle]
-
-    def claim_directory(self, resumed=False):
-        """Hold --profile-dir for this process, by files.claim(). UserError where another one holds it."""
-        path, force = self.profiler.profile_dir, self.profiler.force
-        claim(path, path != ProfilerConfig().profile_dir, force, resumed)
 
     def as_dict(self):
         """The configs under the names that result files use."""

@@ -15,7 +15,7 @@ from fusion_lab.training.machine import cpu_name
 
 def require_finite(loss, step):
     """Raise UserError where the loss after this step is not finite."""
-    if not math.isfinite(loss := loss.item()):
+    if not math.isfinite(loss):
         raise UserError(f"loss is {loss} at step {step}: nothing was saved since; lower --learning-rate, or "
                         "use --amp-dtype bfloat16 if it is float16", FAILED)
 
@@ -29,7 +29,7 @@ def step_line(trainer, loss, timer, memory):
     memory = "   n/a" if memory is None else f"{memory:6.1f}"
     speed = training.batch_size * trainer.world.size / seconds
     busy = busy_line(trainer.device) if on_cpu and slowed(times, count) else None
-    line = (f"Step {done:3d}/{training.num_steps} | Loss: {loss.item():.4f} | Speed: {speed:6.1f} samples/sec"
+    line = (f"Step {done:3d}/{training.num_steps} | Loss: {loss:.4f} | Speed: {speed:6.1f} samples/sec"
             f" | Memory: {memory} MB | Time: {seconds * 1e3:5.1f}ms")
     return f"{line}\n{busy}" if busy else line
 
@@ -120,11 +120,11 @@ def for_people(settings):
 
 def print_result(headline, path, settings):
     """The end of the output. For programs: one line of JSON with the headline figures, named and nested as in
-    the file with all of them, and that file's path; for people on a terminal the path alone."""
+    the file with all of them, and that file's path, None without one; for people on a terminal the path."""
     if for_people(settings):
-        print(f"Results: {path}", flush=True)
+        print(end=f"Results: {path}\n" if path else "", flush=True)
         return
-    place = dict(summary_file=os.path.abspath(path))
+    place = dict(summary_file=path and os.path.abspath(path))
     while len(text := json.dumps(headline | place, allow_nan=False)) > MOST_BYTES and \
             (told := [key for key, value in headline.items() if value is not None]):
         longest = max(told, key=lambda key: len(json.dumps(headline[key])))

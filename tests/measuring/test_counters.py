@@ -38,6 +38,23 @@ def test_phases_are_the_times_between_marks(monkeypatch):
     assert timer.seconds().tolist() == [[1]]
 
 
+def test_a_long_run_keeps_no_event(monkeypatch):
+    """Whoever reads the clock at every step, or never, gets the same times."""
+    kept = []
+    for read in (True, False):
+        monkeypatch.setattr(clocks.time, "perf_counter", itertools.count().__next__)
+        monkeypatch.setattr(clocks, "MOST_PENDING", 10)
+        timer = PhaseTimer(CPU)
+        for _ in range(25):
+            timer.start()
+            timer.mark()
+            timer.mark()
+            assert len(timer.seconds(3)) <= 3 if read else len(timer.steps) <= 10
+        timer.start()  # broken off
+        kept.append(timer.seconds().tolist())
+    assert kept[0] == kept[1] == [[1.0, 1.0]] * 25
+
+
 # Counters
 
 

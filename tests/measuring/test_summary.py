@@ -26,8 +26,9 @@ class Slow(PhaseTimer):
     """Every step takes as long as FACTORS says, in PHASES."""
 
     def seconds(self, last=0):
-        assert super().seconds().shape[1] == 4
-        return PHASES * np.array(FACTORS[:len(self.steps)][-last:])[:, None]
+        found = super().seconds()
+        assert found.shape[1] == 4
+        return PHASES * np.array(FACTORS[:len(found)][-last:])[:, None]
 
 
 def test_a_run_by_hand(monkeypatch, tmp_path, capsys):

@@ -71,7 +71,7 @@ def test_sessions_are_matched_by_name_and_the_longest_comes_first():
 
 def test_names_of_kernels_cannot_break_a_table():
     rows = report.comparison_rows([dict(name="f|<`x`>\n", before_us=1e3, after_us=2e3, ratio=2.0)], "k")
-    assert tables.markdown(rows)[2] == r"| `f\|<'x'>\n` | 1.000 | 2.000 | 2.00 |"
+    assert tables.markdown(rows)[2] == r"| `f\|<'x'>\n` | 1.000     | 2.000    | 2.00  |"
     assert tables.escaped("a<b>*[c]`\\") == r"a\<b\>\*\[c\]\`\\"
 
 

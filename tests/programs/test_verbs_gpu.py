@@ -100,9 +100,9 @@ def tuned(result, directory):
 
 def checks():
     """Accuracy and set-up."""
-    verify = "tiny_openfold_v2.py --verify-accuracy --num-blocks 1 --seq-len 32"
+    verify = "tiny_openfold_v2.py --verify-accuracy --num-blocks 1 --seq-len 32 --profile-dir p"
     kinds = {**PRECISIONS, "all fp16": f"--enable-all-fusion {FP16}", "ultra": f"--enable-ultra {BF16}"}
-    found = [Verb(f"accuracy {name}", (f"{verify} {flags}",), ("pytorch_profiles_v2/accuracy_v2.json",),
+    found = [Verb(f"accuracy {name}", (f"{verify} {flags}",), ("p/accuracy_v2.json",),
                   expected=("changes the optimizer's step, and outputs and gradients are checked",))
              for name, flags in kinds.items()]
     return [*found,
