@@ -7,7 +7,7 @@ import torch
 
 from fusion_lab.measuring.compare import compare
 from fusion_lab.measuring.tables import cell, markdown
-from fusion_lab.measuring.variants import BASELINE, FUSED, ONLY, make_variants
+from fusion_lab.measuring.variants import BASELINE, FUSED, make_variants
 from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.files import StopRequest, counted
 from fusion_lab.training.machine import choose_device, require_memory
@@ -44,36 +44,18 @@ def table(rows, names=()):
 
 
 def in_words(rows):
-    """What the table says, in sentences."""
-    baseline, others = rows[0], [row for row in rows[1:] if row.measured]
+    """What the table says of speed, in sentences."""
+    others = [row for row in rows[1:] if row.measured]
     if not others:
         return ["Nothing but the baseline was measured."]
     if all(row.speedup_low is None for row in others):
         return ["There were too few rounds to say what is faster than the baseline."]
-    faster = [row for row in others if row.gain.decided and row.speedup > 1]
-    if faster:
-        best = max(faster, key=lambda row: row.speedup)
-        memory = "" if best.peak_memory_mb is None else (
-            f" and {best.peak_memory_mb:.0f} instead of {baseline.peak_memory_mb:.0f} MB of memory")
-        after, before = 1e3 * best.median_batch_time, 1e3 * best.baseline_batch_time
-        lines = [f"The fastest setting here is {best.name}: {best.speedup:.2f} times as fast as the baseline "
-                 f"(95% interval {best.speedup_low:.2f} to {best.speedup_high:.2f}), "
-                 f"{after:.2f} instead of {before:.2f} ms a step{memory}."]
-    else:
-        lines = ["No setting here is faster than the baseline beyond noise."]
-    single = [row for row in others if row.name.startswith(ONLY)]
-
-    def named(rows):
-        return ", ".join(f"{row.name.removeprefix(ONLY)} ({row.speedup:.2f}x)" for row in rows)
-
-    if slower := named(row for row in others if row.gain.decided and row.speedup < 1):
+    sure = sorted((row for row in others if row.gain.decided), key=lambda row: -row.speedup)
+    lines = ["No setting here is faster than the baseline beyond noise."]
+    if sure and sure[0].speedup > 1:
+        lines = [f"The fastest setting here is {sure[0].name}: {sure[0].gain.in_words()}."]
+    if slower := ", ".join(f"{row.name} ({row.speedup:.2f}x)" for row in sure if row.speedup < 1):
         lines.append(f"Slower than the baseline: {slower}.")
-    if single:
-        pays = named(row for row in single if row in faster) or "none"
-        even = named(row for row in single if row.speedup_low is not None and not row.gain.decided)
-        lines.append(f"Single fusions that pay here: {pays}." + (f" Within noise: {even}." if even else ""))
-        lines.append("A single fusion can save at most the time of the sub-layers that it changes, which the "
-                     "report of run_pytorch_profiler.sh names.")
     return lines
 
 

@@ -163,23 +163,24 @@ class Learning(Checked):
     grad_clip: float = option(1.0, "gradients are scaled down to this norm", low=1e-12)
     ema_decay: float = option(0.0, "evaluate and save a moving average of the weights with this decay, "
                                    "such as 0.999; 0: none", low=0.0, below=1.0)
-    early_stopping: int = option(None, "end after this many evaluations without a better one", low=1,
-                                 type=int)
+    early_stopping: int | None = option(None, "end after this many evaluations without a better one", low=1,
+                                        type=int)
 
 
 @dataclass(frozen=True)
 class Checkpoints(Learning):
     """Checkpoints."""
-    save_checkpoint: str = option(None, "checkpoint file", type=str, training_only=True, metavar="FILE")
-    save_every: int = option(None, "steps between checkpoints; there is always one at the end", low=1,
-                             type=int)
-    save_best: str = option(None, "checkpoint file of the best evaluation", type=str, training_only=True,
-                            metavar="FILE")
-    resume: str = option(None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE",
-                         read=True)
-    init_from: str = option(None, "checkpoint or model file with whose weights a new run starts; "
-                                  "the moving average, if any", type=str, training_only=True, metavar="FILE",
-                            read=True)
+    save_checkpoint: str | None = option(
+        None, "checkpoint file", type=str, training_only=True, metavar="FILE")
+    save_every: int | None = option(None, "steps between checkpoints; there is always one at the end", low=1,
+                                    type=int)
+    save_best: str | None = option(
+        None, "checkpoint file of the best evaluation", type=str, training_only=True, metavar="FILE")
+    resume: str | None = option(
+        None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE", read=True)
+    init_from: str | None = option(
+        None, "checkpoint or model file with whose weights a new run starts; the moving average, if any",
+        type=str, training_only=True, metavar="FILE", read=True)
 
 
 @dataclass(frozen=True)
@@ -191,8 +192,9 @@ class TrainingConfig(Checkpoints):
     batch_size: int = option(4, "samples per step; of several GPUs each has so many", low=1)
     use_amp: bool = option(False, "mixed precision")
     use_tf32: bool = option(False, "TF32 matrix products for float32, on GPUs that have them")
-    amp_dtype: str = option(None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, "
-                                  "bfloat16 on CPU", choices=("float16", "bfloat16"), type=str)
+    amp_dtype: str | None = option(
+        None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, bfloat16 on CPU",
+        choices=("float16", "bfloat16"), type=str)
     seed: int = option(42, "seed of weights, data and dropout", low=0, below=2 ** 63)
     device: str = option("auto", "auto (cuda or cpu), cpu, cuda, cuda:N or a bare GPU index N")
     deterministic: bool = option(False, "deterministic kernels (slower)")

@@ -77,7 +77,7 @@ class Data:
 
     def part(self, step, rank, size):
         """The samples of one of several ranks among batch(step), which has those of all: a step does not
-        depend on how many share it. Whoever can makes no more than these."""
+        depend on how many share it. A subclass may make these alone, where that is cheaper."""
         batch = self.batch(step)
         if size == 1:
             return batch

@@ -23,23 +23,11 @@ def require_finite(loss, step):
 def step_line(trainer, loss, timer, memory):
     """Of the steps since the last such line. memory: MB of one GPU, or None; the speed is of all."""
     training, done, count = trainer.training, trainer.step_number, trainer.training.log_every
-    on_cpu = trainer.device.type == "cpu"
-    times = timer.seconds(10 * count if on_cpu else count).sum(axis=1)
-    seconds = float(np.median(times[-count:]))
+    seconds = float(np.median(timer.seconds(count).sum(axis=1)))
     memory = "   n/a" if memory is None else f"{memory:6.1f}"
     speed = training.batch_size * trainer.world.size / seconds
-    busy = busy_line(trainer.device) if on_cpu and slowed(times, count) else None
-    line = (f"Step {done:3d}/{training.num_steps} | Loss: {loss:.4f} | Speed: {speed:6.1f} samples/sec"
+    return (f"Step {done:3d}/{training.num_steps} | Loss: {loss:.4f} | Speed: {speed:6.1f} samples/sec"
             f" | Memory: {memory} MB | Time: {seconds * 1e3:5.1f}ms")
-    return f"{line}\n{busy}" if busy else line
-
-
-def slowed(times, count):
-    """Whether the last so many steps took half as long again as the fastest so many before them, where those
-    just before did not yet."""
-    ends = range(len(times), count - 1, -count)
-    medians = [np.median(times[end - count:end]) for end in ends]
-    return len(medians) > 1 and medians[1] <= 1.5 * min(medians[1:]) < medians[0]
 
 
 def busy_line(device):

@@ -113,17 +113,6 @@ def test_a_study_of_failures_fails(fake, capsys):
     assert "not done after 1 s" in capsys.readouterr().err and time.monotonic() - started < 30
 
 
-def test_runs_that_differ_are_on_the_screen(fake, capsys):
-    assert fake("--widths", 32) == 0
-    assert "2.00 (2.00 to 2.00)" in capsys.readouterr().out
-    lines = lines_of()
-    lines[1]["rows"][0]["median_batch_time"] *= 3
-    pathlib.Path("s/results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert fake("--widths", 32) == 0
-    out = capsys.readouterr().out
-    assert "4.00 (2.00 to 6.00)" in out and "Runs differ by up to 200%, at B 2 W 32 baseline" in out
-
-
 # Interruption
 
 def test_an_interrupted_study_tells_what_it_found_and_goes_on(fake):
@@ -136,16 +125,9 @@ def test_an_interrupted_study_tells_what_it_found_and_goes_on(fake):
     assert time.monotonic() - sent < 10  # 2 s on a machine with nothing else to do
     assert all(map(gone, pathlib.Path("log").read_text().split())) and points_of() and "fused" in output
     before = lines_of()
-    assert 2 <= len(before) < 8 and not [name for name in os.listdir("s") if "running" in name]
+    assert 2 <= len(before) < 8 and "running" not in os.listdir("s")
     assert fake("--num-runs", 4) == 0
     assert lines_of()[:len(before)] == before and len(lines_of()) == 8
-
-
-def test_a_study_without_a_point_leaves_no_report(fake):
-    study = start(seconds=60)
-    wait_for(lambda: os.path.exists("log"))
-    study.send_signal(signal.SIGINT)
-    assert study.wait(PATIENCE) == 130 and {*os.listdir("s")} == {"config.json"}
 
 
 def test_a_line_that_a_kill_cut_short_runs_again_and_a_whole_one_without_its_end_counts(fake):

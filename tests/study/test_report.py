@@ -96,6 +96,14 @@ def test_sentences_say_how_sure_they_are_and_of_how_many_shapes():
     assert "1.28x (1.28, 1.28) the baseline's speed, the mean at 1 of 2 shapes" in said({32: 1.28, 64: 0}, 0)
 
 
+def test_runs_that_differ_are_told_and_shown():
+    study = study_of(num_runs=2)
+    summary = summarise(study, lines_of(study, lambda run, _: [
+        row("baseline", 0.002 * (2 * run - 1)), row("fused", 0.001, 2.0)]))
+    assert "Runs differ by up to 200%, at B 2 S 32 N 8 baseline: 2.0 to 6.0 ms" in findings(study, summary)[1]
+    assert report.table(study, summary)[1][3] == "4.00 (2.00 to 6.00)"
+
+
 @pytest.mark.parametrize("axes", [AXES, dict(width="W"), dict(batch_size="B")])
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_page_stands_alone_and_has_every_point(axes, broken, tmp_path):

@@ -13,41 +13,46 @@ OF_PREDICTIONS = ("structure", "query", "min_coordinates", "resume", "eval_seqs"
 @dataclass(frozen=True)
 class TrainingConfig(options.TrainingConfig):
     """Real proteins and which are held out, built-in ones, pictures, predictions."""
-    data: str = option(None, "directory of real proteins: NAME.cif or NAME.pdb beside an alignment NAME.a3m, "
-                             ".sto or .fasta", type=str, metavar="DIR", read=True)
-    holdout: str = option(None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
-    holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
-                                     type=float)
+    data: str | None = option(
+        None, "directory of real proteins: NAME.cif or NAME.pdb beside an alignment NAME.a3m, .sto or "
+        ".fasta", type=str, metavar="DIR", read=True)
+    holdout: str | None = option(
+        None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
+    holdout_fraction: float | None = option(
+        None, "share of families kept out of training", low=0.0, below=1.0, type=float)
     synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners) or "
                                   "natural (Potts models of folds, along a tree)",
                                   choices=("paired", "natural"))
-    real_folds: str = option(None, "with --synthetic-world natural: NPZ file of real chains, pieces of which "
-                                   "are half of the folds (docs/proteins.md)", type=str, metavar="FILE",
-                             read=True)
-    eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs, "
-                                  "with --contacts and --fold 512", low=1, type=int)
+    real_folds: str | None = option(
+        None, "with --synthetic-world natural: NPZ file of real chains, pieces of which are half of the "
+        "folds (docs/proteins.md)", type=str, metavar="FILE", read=True)
+    eval_seqs: int | None = option(
+        None, "alignment rows in the evaluation of real proteins; default: --num-seqs, with --contacts and "
+        "--fold 512", low=1, type=int)
     extra_seqs: int = option(1024, "alignment rows that --coevolution reads in training; an evaluation reads "
                                    "all, at most 4096", low=1)
-    validate_fraction: float = option(None, "share of the families neither trained on nor held out, whose "
-                                            "contact precision decides for --early-stopping and --save-best",
-                                      low=1e-6, below=1.0, type=float)
-    msa: str = option(None, "alignment of one real protein", type=str, metavar="FILE", read=True)
-    structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE")
-    query: str = option(None, "name of the query row in --msa, --contacts or --fold; default: the "
-                        "first row", type=str, metavar="NAME")
+    validate_fraction: float | None = option(
+        None, "share of the families neither trained on nor held out, whose contact precision decides for "
+        "--early-stopping and --save-best", low=1e-6, below=1.0, type=float)
+    msa: str | None = option(None, "alignment of one real protein", type=str, metavar="FILE", read=True)
+    structure: str | None = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE")
+    query: str | None = option(None, "name of the query row in --msa, --contacts or --fold; default: the "
+                               "first row", type=str, metavar="NAME")
     min_coordinates: float = option(0.1, "share of a real protein's residues that must have coordinates; "
                                          "fewer are refused", low=0.0, at_most=1.0)
-    plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG, and the numbers "
-                                      "as TSV)", type=str, training_only=True, metavar="DIR")
-    contacts: list = option(None, "predict contacts and distances of alignments (files, directories of them, "
-                            "- for standard input), by the model of this project or that of --resume "
-                            "(docs/contacts.md)", type=str, metavar="ALIGNMENT", mode=OF_PREDICTIONS,
-                            several=True, read=True)
-    fold: list = option(None, "predict the structure of each alignment's first protein, by the same models "
-                        "(docs/folding.md)", type=str, metavar="ALIGNMENT", mode=OF_PREDICTIONS, several=True,
-                        read=True)
-    output: str = option(None, "directory for the files of --contacts and --fold; default: contacts or fold",
-                         type=str, short="-o", metavar="DIR")
+    plot_contacts: str | None = option(
+        None, "directory for contact maps of held-out proteins (PNG, and the numbers as TSV)", type=str,
+        training_only=True, metavar="DIR")
+    contacts: list | None = option(
+        None, "predict contacts and distances of alignments (files, directories of them, - for standard "
+        "input), by the model of this project or that of --resume (docs/contacts.md)", type=str,
+        metavar="ALIGNMENT", mode=OF_PREDICTIONS, several=True, read=True)
+    fold: list | None = option(
+        None, "predict the structure of each alignment's first protein, by the same models "
+        "(docs/folding.md)", type=str, metavar="ALIGNMENT", mode=OF_PREDICTIONS, several=True, read=True)
+    output: str | None = option(
+        None, "directory for the files of --contacts and --fold; default: contacts or fold", type=str,
+        short="-o", metavar="DIR")
 
     def __post_init__(self):
         super().__post_init__()
