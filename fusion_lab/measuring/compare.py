@@ -210,17 +210,18 @@ def why(code, text, name):
 
 def compare(program: Program, settings: Settings, names: str | Sequence[str] | None = None,
             rounds: int | None = None, show: Callable[[Comparison], object] = lambda comparison: None,
-            note: Callable[[str], object] = lambda text: None,
-            stop: StopRequest | None = None) -> Comparison:
+            note: Callable[[str], object] = lambda text: None, stop: StopRequest | None = None,
+            begin: Callable[[torch.device], object] = lambda device: None) -> Comparison:
     """Measure variants by name (variants.py; None: the usual ones) and return a Comparison. show(comparison)
     is called whenever more of its rows are known, note(text) hears what goes on. rounds: so many; None: what
     ends first of ROUNDS and SECONDS. stop: a StopRequest, entered for the rounds: once it is asked, what is
-    known is all there will be. Raises UserError."""
+    known is all there will be. begin(device) comes when nothing can be refused any more. Raises UserError."""
     device = choose_device(settings.training.device)
     process_settings(settings, device)
     variants = make_variants(settings, names, device.type == "cuda")
     wanted = [variant for variant in variants if not variant.reason]
     require_memory(program, device, *(variant.settings for variant in variants))
+    begin(device)
     apart = [variant for variant in wanted if variant.compiles and len(wanted) > 2]
     together = [variant for variant in variants if variant not in apart]
     found = Comparison(about(program, settings, device), [variant.name for variant in (*together, *apart)])

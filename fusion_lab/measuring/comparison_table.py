@@ -7,10 +7,9 @@ import torch
 
 from fusion_lab.measuring.compare import compare
 from fusion_lab.measuring.tables import cell, markdown
-from fusion_lab.measuring.variants import BASELINE, FUSED, make_variants
+from fusion_lab.measuring.variants import BASELINE, FUSED
 from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.files import StopRequest, counted
-from fusion_lab.training.machine import choose_device, require_memory
 from fusion_lab.training.reporting import busy_line, print_result
 
 COLUMNS = {"variant": 8, "step ms (p20, p80)": 26, "samples/s": 9, "speed-up (95%)": 18,  # least widths
@@ -119,14 +118,13 @@ class Notes:
 def compare_fusion(program, settings, names=None, rounds=None):
     """--compare-fusion: print rows and write fusion_comparison_*.json as they become known; exit code 0, or
     that of the signal that ended it early."""
-    device = choose_device(settings.training.device)
-    variants = make_variants(settings, names, device.type == "cuda")
-    require_memory(program, device, *(variant.settings for variant in variants))
-    directory = RunDirectory(program, settings).claim()  # now: what is refused moves no earlier results
-    path, printed = None, 0
-    print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)}", flush=True)
-    if busy := busy_line(device):
-        print(busy, flush=True)
+    directory, path, printed = RunDirectory(program, settings), None, 0
+
+    def begin(device):
+        directory.claim()  # now, because what is refused moves no earlier results
+        print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)}", flush=True)
+        if busy := busy_line(device):
+            print(busy, flush=True)
 
     def show(found):
         nonlocal path, printed
@@ -136,7 +134,7 @@ def compare_fusion(program, settings, names=None, rounds=None):
             printed = len(lines)
             path = directory.write("fusion_comparison", found.as_dict())
 
-    found = compare(program, settings, names, rounds, show, Notes(), stop := StopRequest())
+    found = compare(program, settings, names, rounds, show, Notes(), stop := StopRequest(), begin)
     rows = [dict(name=row.name, speedup=row.speedup) for row in found.rows if row.measured]
     if not rows:
         print("Interrupted before the first round: no figures")

@@ -65,11 +65,6 @@ def kernel_rows(analysis):
     return rows if analysis["unit"] == "kernel" else [row[:3] for row in rows]
 
 
-def sizes_text(program, settings):
-    """"B 4, S 64, N 16" """
-    return ", ".join(f"{letter} {settings.get(axis)}" for axis, letter in program.axes.items())
-
-
 def machine_line(result):
     """Where and when a result was measured, and of which commit."""
     system = result["system_info"]
@@ -84,7 +79,7 @@ def run_lines(program, settings, analysis):
                       if name not in program.axes)
     on = [name.removeprefix("enable_") for name, value in analysis["fusion_config"].items() if value is True]
     return [f"{machine_line(analysis)}.",
-            f"{program.name}: {sizes_text(program, settings)}; {sizes}; on: {', '.join(on) or 'nothing'}.",
+            f"{program.name}: {program.sample(settings)}; {sizes}; on: {', '.join(on) or 'nothing'}.",
             "",
             f"A step takes **{step['untraced_ms']:.2f} ms** (median of {len(step['step_times'])}; p20 "
             f"{step['p20_ms']:.2f}, p80 {step['p80_ms']:.2f}). Launches: "

@@ -28,7 +28,6 @@ from fusion_lab.profiler.report import (
     comparison_lines,
     machine_line,
     report_lines,
-    sizes_text,
     write_lines,
 )
 from fusion_lab.training.files import FAILED, StopRequest, UserError, finite, read_json, write_json
@@ -110,7 +109,7 @@ def ablation(program, settings, directory, names, rounds, **options):
         raise UserError("interrupted: what is known so far was kept", 128 + stop.signal)
     lines, result = [*table(found.rows), "", *below(found)], save(found)
     print("\n".join(lines))
-    about = f"{machine_line(result)}, {sizes_text(program, settings)}."
+    about = f"{machine_line(result)}, {program.sample(settings)}."
     write_lines(f"{path}.md", ["# Ablation", "", about, "", *lines])
     write_ablation_plot(f"{path}.png", result["variants"])
     for name in [row.name for row in found.rows if row.measured]:
