@@ -79,13 +79,14 @@ class FusionConfig(Switches):
                                           acts_on=("triangle_mult",))
     enable_opm_fusion: bool = option(True, "outer product mean re-associated where cheaper", preset=True,
                                      acts_on=("outer_product",))
-    enable_projection_fusion: bool = option(False, "more in one GEMM: gates with Q, K, V and with left, "
-                                            "right; gradients of embeddings", preset=True,
-                                            acts_on=("msa_row", "msa_column", "outer_product", "triangle"))
+    enable_projection_fusion: bool = option(
+        False, "more in one GEMM: gates with Q, K, V and with left, right; gradients of embeddings",
+        preset=True, acts_on=(
+            "outer_product", "msa_row with qkv_fusion_msa", "msa_column with qkv_fusion_msa",
+            "triangle_attn with qkv_fusion_triangle", "triangle_mult with triangle_fusion"))
     enable_transition_fusion: bool = option(False, "bias and ReLU of transitions within their GEMM",
                                             preset=True, acts_on=("msa_transition", "pair_transition"))
-    enable_activation_checkpointing: bool = option(False, "recompute whole blocks in backward",
-                                                   recomputes=True)
+    enable_activation_checkpointing: bool = option(False, "recompute blocks in backward", recomputes=True)
     enable_selective_checkpointing: bool = option(False, "recompute sub-layers; our kernels keep the "
                                                   "output of attention", recomputes=True)
     attention_backend: str = option("auto", "implementation of fused attention; math is plain",
@@ -98,8 +99,7 @@ class FusionConfig(Switches):
     enable_triton_attention: bool = option(False, "attention, its gate and, where widths fit, the whole "
                                            "sub-layer round it", ultra=True)
     enable_triton_triangle: bool = option(False, "triangle multiplication but for its large GEMM", ultra=True)
-    enable_triton_outer_layout: bool = option(False, "outer product mean in its plain order, without "
-                                              "copies of (S, S, h*h) tensors", ultra=True)
+    enable_triton_outer_layout: bool = option(False, "outer product without (S, S, h*h) copies", ultra=True)
     enable_triton_relu: bool = option(False, "transitions, from LayerNorm to residual", ultra=True)
     enable_triton_weight_gradients: bool = option(False, "adds a block's small gradients and partial sums in "
                                                   "one launch each", ultra=True)

@@ -49,7 +49,10 @@ def switch_rows(program, analysis):
     more than their time. Where a block is compiled whole their time is not known, so there is no row."""
     rows, shares = [["switch", "changes", "share", "at most"]], shares_of_sublayers(analysis)
     for field in fields(program.fusion_config):
-        changed = [name for name in program.model.SUBLAYERS if name.startswith(field.metadata["acts_on"])]
+        parts = [each.partition(" with ") for each in field.metadata["acts_on"]]
+        prefixes = tuple(prefix for prefix, _, needed in parts
+                         if not needed or analysis["fusion_config"].get(f"enable_{needed}"))
+        changed = [name for name in program.model.SUBLAYERS if name.startswith(prefixes)]
         share = sum(shares.get(name, 0.0) for name in changed)
         if share:
             rows.append([spelled(field.name), ", ".join(changed), cell(share, ".1f", 100, "%"),

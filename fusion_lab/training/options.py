@@ -21,7 +21,8 @@ def option(default, help, low=None, choices=None, type=None, below=None, *, at_m
     lines. training_only: what only training has, such as a file. resized: a checkpoint may be continued with
     another value. metavar: what --help shows in place of its value. mode: if given, the flag is a mode, and
     these are the fields that it takes. short: such as "-o". several: the value is a list of them. read: a
-    path from which something is read. acts_on: how the names of the sub-layers begin that a switch changes.
+    path from which something is read. acts_on: how the names of the sub-layers begin that a switch changes;
+    "msa_row with qkv_fusion_msa" where it does so beside another switch alone.
     recomputes: a switch that computes something again in backward, which counts of FLOPs leave out.
     """
     return field(default=default, metadata=dict(

@@ -49,6 +49,16 @@ def test_a_row_for_each_sublayer_with_amdahl_s_ceiling():
     assert report.switch_rows(tof.PROGRAM, compiled)[1:] == []  # whose time is unknown, which is not 0
 
 
+def test_a_switch_that_needs_another_one_changes_nothing_without_it():
+    """Gates go into the GEMM of left and right where there is one."""
+    entries = [entry(name, "forward", 9.0, 0.5) for name in ("outer_product_mean", "triangle_mult_outgoing")]
+    for on, changed in ((False, ["outer_product_mean"]), (True, [
+            "outer_product_mean", "triangle_mult_outgoing", "triangle_mult_incoming"])):
+        given = session(sublayers=entries, fusion_config=dict(enable_triangle_fusion=on))
+        found = {row[0]: row[1] for row in report.switch_rows(tof.PROGRAM, given)}
+        assert found["projection-fusion"] == ", ".join(changed)
+
+
 def test_the_report_says_what_was_run_and_what_is_missing():
     text = "\n".join(report.report_lines(SECOND, SETTINGS, session(unrecorded=["2 of 3 kernels"])))
     for part in ("**1.00 ms** (median of 7; p20 0.50, p80 2.00)", "B 3, W 8; depth 2; on: fused_relu.",
