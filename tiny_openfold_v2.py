@@ -8,7 +8,7 @@
 
 Read FusedEvoformerBlock first, then the sub-layers above it in the order in which it calls them. Fused and
 plain code stand side by side in attend(), in the sub-layers and in PackedProjections, which is in
-fusion_lab/kernels/library/packing.py. What PyTorch cannot show side by side, such as our Triton kernels,
+tiny_openfold/layers/packing.py. What PyTorch cannot show side by side, such as our Triton kernels,
 is in tiny_openfold/proteins/fast_evoformer.py.
 
 Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z channels of `msa` and `pair`,
@@ -27,10 +27,10 @@ if __name__ == "__main__":  # whoever imports this file gets what runs, and so o
 
 from dataclasses import dataclass
 
-from fusion_lab.kernels import limits
 from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, ProfilerConfig, Switches, option, shared
 from fusion_lab.training.program import Program
+from tiny_openfold.layers import kernel_switches
 from tiny_openfold.proteins.options import TrainingConfig, products_of
 
 # --------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class FusionConfig(Switches):
             ("enable_triton_weight_gradients",
              self.enable_triton_weight_gradients and not self.enable_torch_compile,
              "triton-weight-gradients needs torch.compile")) if holds}
-        return found | limits.idle_kernels(self, dict(
+        return found | kernel_switches.idle_kernels(self, dict(
             enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
             enable_triton_triangle=(c.pair_dim,), enable_triton_outer_layout=(c.outer_product_dim,),
             enable_triton_weight_gradients=(c.pair_dim,), enable_triton_relu=(c.msa_dim, c.pair_dim)),
@@ -157,12 +157,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from fusion_lab.kernels.library import attention_choice
-from fusion_lab.kernels.library.custom_gradients import LinearReLU, TriangleProduct, recomputed, summed_rows
-from fusion_lab.kernels.library.packing import PackedProjections
-from fusion_lab.kernels.precision import amp_dtype, at_least_float32
-from fusion_lab.training import distributed, recipe
+from evoformer_kernels.precision import at_least_float32
+from fusion_lab.training import distributed, machine, recipe
 from fusion_lab.training.master_weights import optimized_weights
+from tiny_openfold.layers import attention_choice
+from tiny_openfold.layers.custom_gradients import LinearReLU, TriangleProduct, recomputed, summed_rows
+from tiny_openfold.layers.packing import PackedProjections
 from tiny_openfold.proteins import CONTACT_DISTANCE, TOKENS, coevolution, fast_evoformer
 from tiny_openfold.proteins.orientations import ORIENTATION_WEIGHT, OrientationHead, mean
 from tiny_openfold.proteins.seam import EvoformerForLab
@@ -624,7 +624,7 @@ class Trainer:
     def __init__(self, program, settings, device, world=distributed.ALONE):
         self.program, self.settings, self.device, self.world = program, settings, device, world
         self.training, fusion = settings.training, settings.fusion
-        self.amp_dtype = amp_dtype(self.training, device)  # None without --use-amp
+        self.amp_dtype = machine.amp_dtype(self.training, device)  # None without --use-amp
         torch.manual_seed(self.training.seed)
         self.model = program.model(settings.model, fusion).to(device)
         world.reseed(self.training.seed)  # the same weights on all ranks, but other dropout
@@ -748,7 +748,7 @@ def train(program, settings, compare_with=None):
     """A training run from its start-up lines to its summary; returns its exit code."""
     from fusion_lab.measuring import analysis, probe, ranges, summary
     from fusion_lab.measuring.metrics import Metrics, of_resumed_run
-    from fusion_lab.training import checkpoints, evaluations, machine, models, reporting
+    from fusion_lab.training import checkpoints, evaluations, models, reporting
 
     # Make everything that a run needs. Whatever can be refused is refused here, before the first step
     earlier = summary.read_summary(compare_with) if compare_with else None

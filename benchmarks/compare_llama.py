@@ -28,7 +28,7 @@ files.quiet(__name__, "torch")
 import torch
 import torch.nn.functional as F
 
-from fusion_lab.kernels.limits import HAS_TRITON
+from evoformer_kernels.limits import HAS_TRITON
 from fusion_lab.measuring.bench import clipped_step, contest, contest_table, failed, ours
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import exit_code, finite, write_json

@@ -30,9 +30,9 @@ require_packages("measure_kernels.py", "torch", "triton")
 
 import torch
 
-from fusion_lab.kernels import outer_product, transition
-from fusion_lab.kernels.attention import layer as attention_layer
-from fusion_lab.kernels.triangle_multiplication import operator as triangle_operator
+from evoformer_kernels import outer_product, transition
+from evoformer_kernels.attention import function as attention_layer
+from evoformer_kernels.triangle_multiplication import function as triangle_operator
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.training.cuda_graphs import GraphedStep

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fusion_lab.kernels.patches import patch
+from evoformer_kernels import patch
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.training.files import MISSING, NO_GPU, UserError, exit_code, finite, write_json
 from fusion_lab.training.flags import Parser, whole_number

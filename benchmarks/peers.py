@@ -36,11 +36,11 @@ files.quiet(__name__, "torch")
 import torch
 
 from benchmarks.peers_cases import PEERS, problem
-from fusion_lab.kernels.library.attention_choice import prepare_flex_attention
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.training.files import NO_GPU, UserError, exit_code, finite, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
+from tiny_openfold.layers.attention_choice import prepare_flex_attention
 
 OPERATIONS = ("attention", "multiplication")
 JUDGED = "ours"

@@ -204,7 +204,7 @@ PEERS = dict(
         Peer("compiled", "triton_", partial(by_pytorch, backend="math", compiled=True)),
         Peer("SDPA", "(?i)fmha|flash|efficient|sdpa|cudnn", partial(by_pytorch, backend="sdpa")),
         Peer("FlexAttention", "flex_attention", partial(by_pytorch, backend="flex")),
-        Peer("ours", "attention_forward_kernel", partial(attention_of, "fusion_lab.kernels")),
+        Peer("ours", "attention_forward_kernel", partial(attention_of, "evoformer_kernels")),
         Peer("cuEquivariance", "(?i)cudnn|fmha|triangle_attention",
              partial(attention_of, "cuequivariance_torch", bias_dtype=torch.float32)),
         Peer("trifast", "^_fwd", by_trifast),
@@ -212,6 +212,6 @@ PEERS = dict(
     multiplication=[
         Peer("plain", "", multiplied_by_pytorch),
         Peer("compiled", "triton_", partial(multiplied_by_pytorch, compiled=True)),
-        Peer("ours", "triangle_multiplication_front_kernel", partial(multiplied_by, "fusion_lab.kernels")),
+        Peer("ours", "triangle_multiplication_front_kernel", partial(multiplied_by, "evoformer_kernels")),
         Peer("cuEquivariance", "(?i)trimul|gated_dual_gemm|sigmoid_gated",
              partial(multiplied_by, "cuequivariance_torch"))])

@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from companions.kernels import EPS
-from fusion_lab.kernels.limits import HAS_TRITON
-from fusion_lab.kernels.precision import at_least_float32
+from evoformer_kernels.limits import HAS_TRITON
+from evoformer_kernels.precision import at_least_float32
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.counters import is_view
@@ -47,7 +47,7 @@ from fusion_lab.training.reporting import busy_line, print_result
 
 if HAS_TRITON:
     from companions.kernels import patterns as kernels
-    from fusion_lab.kernels import ahead_of_time, tuner
+    from evoformer_kernels import ahead_of_time, tuner
 
 # --- The patterns: what they compute, and every way to write it -----------------------------------------
 

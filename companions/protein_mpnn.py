@@ -22,7 +22,7 @@ from fusion_lab.training import files
 
 files.quiet(__name__)
 
-from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON, runs
+from evoformer_kernels.limits import CHANNELS, HAS_TRITON, runs
 from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
 from fusion_lab.training.program import Model, Program
@@ -79,8 +79,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from companions import backbones
-from fusion_lab.kernels.library.custom_gradients import recomputed, stored
-from fusion_lab.kernels.precision import at_least_float32
+from evoformer_kernels.precision import at_least_float32
+from tiny_openfold.layers.custom_gradients import recomputed, stored
 from tiny_openfold.proteins.files import UNKNOWN
 from tiny_openfold_v2 import Trainer, main
 

@@ -23,7 +23,7 @@ from fusion_lab.training import files
 files.quiet(__name__)
 
 from companions.kernels import ULTRA_WIDTHS
-from fusion_lab.kernels.limits import HAS_TRITON, runs
+from evoformer_kernels.limits import HAS_TRITON, runs
 from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
 from fusion_lab.training.program import Model, Program
@@ -105,11 +105,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from companions import text, ultra_block
-from fusion_lab.kernels.library.attention_choice import causal_kernel
-from fusion_lab.kernels.library.custom_gradients import recomputed
-from fusion_lab.kernels.library.packing import PackedProjections
-from fusion_lab.kernels.precision import at_least_float32
+from evoformer_kernels.precision import at_least_float32
 from fusion_lab.training.files import counted
+from tiny_openfold.layers.attention_choice import causal_kernel
+from tiny_openfold.layers.custom_gradients import recomputed
+from tiny_openfold.layers.packing import PackedProjections
 from tiny_openfold_v2 import Trainer, main
 
 if HAS_TRITON:

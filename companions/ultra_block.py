@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
-from fusion_lab.kernels.limits import HAS_TRITON
-from fusion_lab.kernels.precision import product_dtype
+from evoformer_kernels.limits import HAS_TRITON
+from evoformer_kernels.precision import product_dtype
 from fusion_lab.measuring.bench import contest, contest_table, failed
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.directory import RunDirectory

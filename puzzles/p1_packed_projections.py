@@ -32,4 +32,4 @@ def answer(**tensors):
     return project(**tensors)
 
 
-# Our own: PackedProjections in fusion_lab/kernels/library/packing.py
+# Our own: PackedProjections in tiny_openfold/layers/packing.py

@@ -46,4 +46,4 @@ def answer(x, gate, update):
     return out
 
 
-# Our own: attention's gate, within attention_forward_kernel in fusion_lab/kernels/attention/kernels.py
+# Our own: attention's gate, within attention_forward_kernel in evoformer_kernels/attention/kernels.py

@@ -40,4 +40,4 @@ def answer(scores, bias):
     return out
 
 
-# Our own: a softmax over blocks of keys, fusion_lab/kernels/attention/online_softmax.py
+# Our own: a softmax over blocks of keys, evoformer_kernels/attention/online_softmax.py

@@ -43,4 +43,4 @@ def answer(scores, key_mask):
 
 
 # Our own, where a missing key's score gets -1e9 (scores are finite there): attention_forward_kernel in
-# fusion_lab/kernels/attention/kernels.py
+# evoformer_kernels/attention/kernels.py

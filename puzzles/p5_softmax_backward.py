@@ -38,4 +38,4 @@ def answer(p, dp):
 
 
 # Our own: attention_backward_q_kernel; its `delta` is the row sum, which another kernel has made; in
-# fusion_lab/kernels/attention/kernels.py
+# evoformer_kernels/attention/kernels.py

@@ -50,4 +50,4 @@ def answer(x):
 
 
 # Our own, which adds up all sums of an Evoformer block in one launch: sums_kernel in
-# fusion_lab/kernels/reductions/sums.py
+# evoformer_kernels/reductions/sums.py

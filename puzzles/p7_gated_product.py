@@ -44,4 +44,4 @@ def answer(x, w, gate):
 
 
 # Our own: output_project_kernel, with dropout and residual in its epilogue, in
-# fusion_lab/kernels/projections/kernels.py
+# evoformer_kernels/projections/kernels.py

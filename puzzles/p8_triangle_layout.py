@@ -47,4 +47,4 @@ def answer(side_a, gate_a, side_b, gate_b):
 
 
 # Our own: triangle_multiplication_front_kernel, with LayerNorm and the projections in front, in
-# fusion_lab/kernels/triangle_multiplication/kernels.py
+# evoformer_kernels/triangle_multiplication/kernels.py

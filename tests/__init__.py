@@ -1,6 +1,6 @@
 """Where the test of a thing is.
 
-tests/kernels/attention/test_operator.py tests fusion_lab/kernels/attention/operator.py, and so on: folders
+tests/kernels/attention/test_function.py tests evoformer_kernels/attention/function.py, and so on: folders
 are as in fusion_lab, tiny_openfold and companions.
 
     kernels/     problems.py: functions of kernels beside PyTorch's; test_families.py: what all of them keep

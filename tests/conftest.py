@@ -16,7 +16,12 @@ ENDED = "TESTS_SECOND_SESSION"  # the file into which the second session writes 
 INTERPRETING = ENDED in os.environ
 UNWRITTEN = "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"  # new memory: -1.7e38, no old result
 SECOND = pytest.StashKey()  # whether a session in the interpreter follows
-if not INTERPRETING:
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as Triton has it until 3.10, warning if it is unset
+if INTERPRETING:
+    from tests.kernels import interpreter
+
+    interpreter.mend()
+else:
     os.environ.pop("TRITON_INTERPRET", None)  # of who has been at the puzzles
 
 

@@ -31,7 +31,7 @@ flags.judge(__name__, **KNOWN)
 import torch
 import torch.nn as nn
 
-from fusion_lab.kernels.library.custom_gradients import LinearReLU
+from tiny_openfold.layers.custom_gradients import LinearReLU
 from tiny_openfold_v2 import Trainer, main
 
 

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusion_lab.kernels.common import operation, sigmoid, start
+from evoformer_kernels.common import operation, sigmoid, start
 
 TILE = 1024  # numbers, or pairs of them, of a program: 8 a thread in four warps, 16 bytes in 16 bits
 

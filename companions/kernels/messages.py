@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusion_lab.kernels.common import LOG2E, load_rows, operation, reciprocal, start, store_rows, vector
+from evoformer_kernels.common import LOG2E, load_rows, operation, reciprocal, start, store_rows, vector
 
 TILE = 1024  # numbers of edges that a program of two warps holds at a time
 STAGES = tl.constexpr(3)  # of its loads: while it computes one tile, the next two are on their way

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from companions.kernels import EPS
-from fusion_lab.kernels import tuner
-from fusion_lab.kernels.common import candidates, start
+from evoformer_kernels import tuner
+from evoformer_kernels.common import candidates, start
 
 PROGRAMS = 512  # of add_norm's backward pass, each with partial sums of its own for the weights' gradients
 

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from companions.kernels import ULTRA_WIDTHS
-from fusion_lab.kernels import tuner
-from fusion_lab.kernels.common import candidates, check_dtype, processors, start
+from evoformer_kernels import tuner
+from evoformer_kernels.common import candidates, check_dtype, processors, start
 
 BARRIERS = 4  # between five phases, each with a counter of its own
 

@@ -6,13 +6,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.measuring.variants import spelled
 from fusion_lab.training.checkpoints import optimizer_state, unpacked
 from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import finite
-from fusion_lab.training.machine import choose_device, process_settings, require_memory
+from fusion_lab.training.machine import choose_device, process_settings, require_memory, runs_in_tf32
 from fusion_lab.training.program import Model
 from fusion_lab.training.reporting import for_people, print_result
 

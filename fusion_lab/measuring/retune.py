@@ -1,12 +1,15 @@
 """--retune: the tile sizes of this project's Triton kernels, measured for a program's sizes on this GPU."""
 from dataclasses import replace
 
-from fusion_lab.kernels.limits import HAS_TRITON, SWITCH, UNTUNED
+from evoformer_kernels.limits import HAS_TRITON
 from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import MISSING, NO_GPU, UserError
 from fusion_lab.training.machine import choose_device, process_settings, require_memory
 from fusion_lab.training.reporting import print_result
+
+SWITCH = "enable_triton_"  # how fields of kernels begin
+UNTUNED = f"{SWITCH}adamw"  # has no tile sizes to choose from
 
 
 def retune(program, settings):
@@ -26,7 +29,7 @@ def retune(program, settings):
         raise UserError("--retune needs Triton: pip install triton", code=MISSING)
     require_memory(program, device, settings)
     directory = RunDirectory(program, settings).claim()  # now: what is refused moves no earlier results
-    from fusion_lab.kernels import tuner
+    from evoformer_kernels import tuner
     cache = tuner.cache_file()
     try:
         tuner.write(cache, tuner.read(cache))  # what cannot be kept is told now, not after minutes

@@ -7,11 +7,10 @@ from functools import partial
 
 import torch
 
-from fusion_lab.kernels.precision import amp_dtype, runs_in_tf32
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.tables import cell
-from fusion_lab.training.machine import MEGABYTE
+from fusion_lab.training.machine import MEGABYTE, amp_dtype, runs_in_tf32
 
 # --- Ceilings of the device ---------------------------------------------------------------------------------
 

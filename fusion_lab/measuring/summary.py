@@ -6,7 +6,6 @@ from datetime import datetime, timezone
 
 import torch
 
-from fusion_lab.kernels.precision import amp_dtype
 from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.gains import KEYS, gain_over_earlier
 from fusion_lab.measuring.probe import peak_megabytes
@@ -14,7 +13,7 @@ from fusion_lab.measuring.roofline import dtype_name, matmul_ceiling
 from fusion_lab.training.checkpoints import own_random_numbers
 from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.files import UserError, printable, read_json
-from fusion_lab.training.machine import system_info
+from fusion_lab.training.machine import amp_dtype, system_info
 from fusion_lab.training.reporting import print_result
 
 

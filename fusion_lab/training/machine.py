@@ -10,8 +10,7 @@ from dataclasses import fields
 
 import torch
 
-from fusion_lab.kernels.limits import HAS_TRITON
-from fusion_lab.kernels.precision import runs_in_tf32
+from evoformer_kernels.limits import HAS_TRITON
 from fusion_lab.training.files import NO_GPU, UserError, counted
 from fusion_lab.training.options import DEVICE, DEVICES, flag
 from fusion_lab.training.torchrun import place
@@ -151,3 +150,15 @@ def first_line(path, name):
     """The value in the first line "name: value" of a file of /proc, which other systems lack, or None."""
     with contextlib.suppress(OSError, StopIteration), open(path, encoding="utf-8") as file:
         return next(line.split(":", 1)[1].strip() for line in file if line.startswith(name))
+
+
+def amp_dtype(training, device):
+    """The dtype of --use-amp, None without it. float16 needs a gradient scaler, and CPUs are slow in it."""
+    if not training.use_amp:
+        return None
+    return getattr(torch, training.amp_dtype or ("float16" if device.type == "cuda" else "bfloat16"))
+
+
+def runs_in_tf32(training, device):
+    """Whether --use-tf32 has effect: NVIDIA from Ampere on, AMD where torch says so (CDNA 3 and 4)."""
+    return bool(training.use_tf32 and device.type == "cuda" and torch.cuda.is_tf32_supported())

@@ -1,7 +1,7 @@
 """A model's weights as its optimizer sees them: as they are, or float32 masters of low-precision ones."""
 import torch
 
-from fusion_lab.kernels.limits import HAS_TRITON
+from evoformer_kernels.limits import HAS_TRITON
 
 ALIGNMENT = 64  # elements; GEMMs and compiled kernels want every weight to begin at a multiple of 16 bytes
 
@@ -110,14 +110,14 @@ class KernelMasters(MasterWeights):
     """
 
     def __init__(self, model, dtype, wide):
-        from fusion_lab.kernels.adamw import Joined
+        from evoformer_kernels.adamw import Joined
         super().__init__(model, dtype)
         self.wide, self.gradient, self.norm, self.limit = wide, None, None, None
         sizes = [p.numel() for p in self.parameters.values()]
         self.joined = None if wide else Joined(sizes, self.starts, len(self.low), self.low.device)
 
     def optimizer(self, **options):
-        from fusion_lab.kernels.adamw import AdamW
+        from evoformer_kernels.adamw import AdamW
         return AdamW(self, **options)
 
     def take_gradients(self):

@@ -8,7 +8,7 @@ import os
 import re
 from dataclasses import dataclass, field, fields, replace
 
-from fusion_lab.kernels.limits import HAS_TRITON
+from evoformer_kernels.limits import HAS_TRITON
 
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,

@@ -8,9 +8,8 @@ import sys
 import numpy as np
 import torch
 
-from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.files import FAILED, UserError
-from fusion_lab.training.machine import cpu_name
+from fusion_lab.training.machine import cpu_name, runs_in_tf32
 
 
 def require_finite(loss, step):

@@ -64,7 +64,7 @@ def test_a_pattern_as_it_is_measured(monkeypatch):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_without_spills(target):
     pytest.importorskip("triton", reason="Triton is not installed")
-    from fusion_lab.kernels.ahead_of_time import compiling, resources
+    from evoformer_kernels.ahead_of_time import compiling, resources
     for name, pattern in lab.PATTERNS.items():
         given = lab.tensors_of(pattern, pattern.on_cpu, torch.bfloat16, CPU)
         with compiling(target) as launches:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from companions import text, ultra_block
-from fusion_lab.kernels.limits import HAS_TRITON
+from evoformer_kernels.limits import HAS_TRITON
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import gpu_kernels
 from fusion_lab.training.checkpoints import unpacked

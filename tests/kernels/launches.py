@@ -4,10 +4,10 @@ from unittest import mock
 
 import torch
 
-from fusion_lab.kernels import adamw, tuner
-from fusion_lab.kernels.attention import bias_gradient, call
-from fusion_lab.kernels.reductions import sums, weight_gradients
-from fusion_lab.kernels.triangle_multiplication import products
+from evoformer_kernels import adamw, tuner
+from evoformer_kernels.attention import bias_gradient, plan
+from evoformer_kernels.reductions import sums, weight_gradients
+from evoformer_kernels.triangle_multiplication import products
 from tests.kernels import problems
 from tests.support import ROOT
 
@@ -26,8 +26,8 @@ def run(problem, *sizes, dtype=torch.bfloat16, **options):
 
 def stored_scores(length):
     """Attention where backward stores gradients of scores, whatever else is shipped."""
-    recomputed, *stored = call.STORED
-    with mock.patch.object(call, "STORED", [*stored, recomputed]):
+    recomputed, *stored = plan.STORED
+    with mock.patch.object(plan, "STORED", [*stored, recomputed]):
         run(problems.attention, 1, 3, length, 4, 32, 2, True, False, True)
 
 
@@ -57,10 +57,10 @@ def many_sums(rows, widths):
 
 def bias_sums(n, length, dtype):
     """Sums of partial sums of a bias's gradient, with and without the transpose."""
-    LP = call.padded_length(length)
+    LP = plan.padded_length(length)
     for transpose in (False, True):
         partial_sums = torch.empty(n, 1, 4, LP, LP, dtype=dtype)
-        bias_gradient.launch(partial_sums, (1, 4, length, length), torch.bfloat16, transpose)
+        bias_gradient.launch(partial_sums, length, torch.bfloat16, transpose)
 
 
 def block(hidden, length):

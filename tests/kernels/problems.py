@@ -9,12 +9,11 @@ from functools import partial
 
 import torch
 
-from fusion_lab.kernels import outer_product, outer_product_sides, projections, transition
-from fusion_lab.kernels.attention import drop_in as attention_drop_in
-from fusion_lab.kernels.attention import operator as attention_operator
-from fusion_lab.kernels.attention.layer import Weights, attention_layer
-from fusion_lab.kernels.triangle_multiplication import drop_in as multiplication_drop_in
-from fusion_lab.kernels.triangle_multiplication import operator as trimul
+from evoformer_kernels import outer_product, outer_product_sides, projections, transition
+from evoformer_kernels.attention import drop_in as attention_drop_in
+from evoformer_kernels.attention.function import Weights, attention_layer, gated_attention
+from evoformer_kernels.triangle_multiplication import drop_in as multiplication_drop_in
+from evoformer_kernels.triangle_multiplication import function as trimul
 from tests.kernels import references
 
 
@@ -42,7 +41,7 @@ def attention(dtype, B, X, Y, H, D, axis, biased, masked, packed):
 
     def ours(x, gate_bias, bias):
         parts = [x] if packed else [part.contiguous() for part in x.chunk(4, dim=-1)]
-        return attention_operator.gated_attention(parts, H, axis, bias if biased else None, keys, gate_bias)
+        return gated_attention(parts, H, axis, bias if biased else None, keys, gate_bias)
 
     def plain(x, gate_bias, bias):
         return references.gated_attention(x, H, axis, bias if biased else None, keys, gate_bias)
@@ -60,8 +59,8 @@ def attention_from_python(dtype, S, masked=True, B=1, N=3, H=2, D=16, bias_dtype
         return attention_drop_in.triangle_attention(*given, mask, scale)
 
     def plain(q, k, v, bias):
-        return attention_operator.reference(q, k, v, bias[:, 0], mask if mask is None else mask[:, :, 0, 0],
-                                            scale=scale)
+        return references.attention(q, k, v, bias[:, 0], mask if mask is None else mask[:, :, 0, 0],
+                                    scale=scale)
     tensors = drawn(dtype, *[(B, N, H, S, D)] * 3, (B, 1, H, S, S), scale=1)
     return ours, plain, [*tensors[:3], tensors[3].to(bias_dtype or dtype)]
 
@@ -82,7 +81,8 @@ def sub_layer(dtype, B, X, Y, c, heads, axis, maker, masked, adds, shared, **opt
             return function(x, weights, heads, axis, bias if maker == "given" else None, key_mask, 1e-5,
                             x if adds else None, cast(drop, x), **options)
         return call
-    return run(attention_layer, **options), run(references.attention_layer), tensors
+    turned = options.get("turned")
+    return run(attention_layer, **options), run(references.attention_layer, turned=turned), tensors
 
 
 def head_bias(dtype, shape, heads):

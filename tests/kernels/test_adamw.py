@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import adamw
-from fusion_lab.kernels.precision import HALF
+from evoformer_kernels import adamw
+from evoformer_kernels.precision import HALF
 from fusion_lab.training import checkpoints, recipe
 from fusion_lab.training.master_weights import KernelMasters, MasterWeights
 from tests import tiny

@@ -17,7 +17,7 @@ import triton.language as tl
 
 with warnings.catch_warnings():  # Triton 3.9 announces 3.10's default for contracting multiplications
     warnings.simplefilter("ignore")
-    from fusion_lab.kernels import ahead_of_time, projections, tuner
+    from evoformer_kernels import ahead_of_time, projections, tuner
     from tests.kernels.launches import LAUNCHES, has_products, spills_too_often
 
 SHARED = dict(sm_80=166912, sm_90=232448, gfx90a=65536, gfx942=65536, gfx950=65536)  # bytes a program may use

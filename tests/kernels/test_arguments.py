@@ -4,14 +4,13 @@ import re
 import pytest
 import torch
 
-from fusion_lab.kernels.attention import layer as attention_layer
-from fusion_lab.kernels.attention import operator as attention
-from fusion_lab.kernels.outer_product import outer_first
-from fusion_lab.kernels.outer_product_sides import sides
-from fusion_lab.kernels.projections import OUTPUT_PROJECT_OP, head_bias
-from fusion_lab.kernels.transition import layer as transition_layer
-from fusion_lab.kernels.transition import two_layers
-from fusion_lab.kernels.triangle_multiplication.operator import Weights, triangle_multiplication
+from evoformer_kernels.attention import function as attention
+from evoformer_kernels.outer_product import outer_first
+from evoformer_kernels.outer_product_sides import sides
+from evoformer_kernels.projections import OUTPUT_PROJECT_OP, head_bias
+from evoformer_kernels.transition import layer as transition_layer
+from evoformer_kernels.transition import two_layers
+from evoformer_kernels.triangle_multiplication.function import Weights, triangle_multiplication
 from tests.support import ROOT
 
 pytestmark = pytest.mark.interpreted
@@ -37,7 +36,7 @@ def attend(**given):
 
 
 def sub_layer(x, bias, key_mask, **weights):
-    return attention_layer.attention_layer(x, attention_layer.Weights(**weights), 2, 2, bias, key_mask)
+    return attention.attention_layer(x, attention.Weights(**weights), 2, 2, bias, key_mask)
 
 
 def attend_parts(**given):

@@ -10,9 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
-from fusion_lab.kernels import DROP_IN, limits, precision
-from fusion_lab.kernels.library import attention_choice
+from evoformer_kernels import HOME, limits, precision
 from tests.support import ROOT
+from tiny_openfold.layers import attention_choice, kernel_switches
 
 CPU, GPU = torch.device("cpu"), SimpleNamespace(type="cuda")
 
@@ -128,34 +128,36 @@ def test_autocast_says_in_which_precision_a_kernel_runs(monkeypatch):
 
 def test_which_projections_stay_with_the_library():
     parts = dict(MSA=(64, 4), pair=(256, 4), table=(64, 65))
-    assert limits.projections_by_library(**parts) == "; pair, table: projections by the library"
-    assert limits.projections_by_library(MSA=(64, 4)) == ""
+    assert kernel_switches.projections_by_library(**parts) == "; pair, table: projections by the library"
+    assert kernel_switches.projections_by_library(MSA=(64, 4)) == ""
 
 
 def test_a_path_without_kernels_is_said_once_for_each_kind_of_input(monkeypatch):
     pytest.importorskip("triton")
-    from fusion_lab.kernels import calls
-    monkeypatch.setattr(calls, "said", set())
+    from evoformer_kernels import family
+    monkeypatch.setattr(family, "said", set())
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for what in ("float32", "float32", "24 channels"):
-            calls.say_plain("some_name", what)
+            family.say_plain("some_name", what)
     assert len(found) == 2 and "some_name" in str(found[0].message) and "float32" in str(found[0].message)
 
 
-WITHOUT_TRITON = f"""
+WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
-import fusion_lab.kernels
-for name in {list(DROP_IN)}:
+import evoformer_kernels
+for name in ("triangle_attention", "triangle_multiplicative_update"):
+    assert name in dir(evoformer_kernels) and not hasattr(evoformer_kernels, name)
     try:
-        getattr(fusion_lab.kernels, name)
-    except ImportError as error:
-        print(error)
+        exec(f"from evoformer_kernels import {name}")
+    except ImportError:
+        pass
 """
 
 
 def test_functions_say_that_triton_is_missing():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], cwd=ROOT, capture_output=True, text=True,
                           check=False)
-    assert done.stdout.count("needs Triton: pip install triton") == len(DROP_IN) and not done.stderr
+    assert done.returncode == 0, done.stderr
+    assert all(f"{name} needs Triton: pip install triton" in done.stderr for name in list(HOME)[::2])

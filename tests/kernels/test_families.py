@@ -5,13 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fusion_lab.kernels import outer_product_sides, transition, tuner
-from fusion_lab.kernels.attention import call
-from fusion_lab.kernels.attention import drop_in as attention_drop_in
-from fusion_lab.kernels.attention import operator as attention_operator
-from fusion_lab.kernels.common import NAMESPACE
-from fusion_lab.kernels.reductions import sums, weight_gradients
-from fusion_lab.kernels.triangle_multiplication import drop_in as multiplication_drop_in
+from evoformer_kernels import outer_product_sides, transition, tuner
+from evoformer_kernels.attention import plan
+from evoformer_kernels.attention.function import gated_attention
+from evoformer_kernels.common import NAMESPACE
+from evoformer_kernels.reductions import sums, weight_gradients
+from evoformer_kernels.triangle_multiplication.function import MultiplicationPlan
 from tests.kernels.problems import FAMILIES, made
 from tests.kernels.rule import equal, gradients, in_dtypes, saved_bytes, violations
 
@@ -28,7 +27,7 @@ LARGER = [  # cases that tiles of several sizes divide, and others
 
 
 def tiles_of(number):
-    """tuner.chosen() that takes the candidate of this number of every kernel; no Call remembers another."""
+    """tuner.chosen() that takes the candidate of this number of every kernel; no Plan remembers another."""
     tuner.forget()
     return lambda kernel, shape, candidates: candidates[number % len(candidates)]
 
@@ -84,7 +83,7 @@ def test_compiled_code_may_meet_other_tiles_than_it_was_made_with(family, case, 
     ("ending node", dict(STORED=[dict(STORED=1 << 18)]))])
 def test_attention_in_rounds_of_rows(case, changes, monkeypatch):
     for name, value in changes.items():
-        monkeypatch.setattr(call, name, value)
+        monkeypatch.setattr(plan, name, value)
     assert not violations(*made("attention", torch.float32, case))
 
 
@@ -135,18 +134,18 @@ def test_recomputing_gives_the_same_bits_from_less_memory(family, case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family, Call", [("attention from Python", attention_drop_in.Update),
-                                          ("multiplication from Python", multiplication_drop_in.Update)])
-def test_a_call_that_was_kept_gives_the_bits_of_a_new_one(family, Call):
+@pytest.mark.parametrize("family, Kept", [("attention from Python", plan.AttentionPlan),
+                                          ("multiplication from Python", MultiplicationPlan)])
+def test_a_plan_that_was_kept_gives_the_bits_of_a_new_one(family, Kept):
     """Of other numbers in other places, too."""
     ours, _, tensors = made(family, torch.bfloat16, first(family))
     others = [t.flip(0) for t in tensors]
-    Call.kept.clear()
+    Kept.kept.clear()
     gradients(ours, tensors)
-    assert len(Call.kept) == 1
+    plans = len(Kept.kept)
     found = gradients(ours, others)
-    assert len(Call.kept) == 1
-    Call.kept.clear()
+    assert len(Kept.kept) == plans == 2  # of forward and of backward
+    Kept.kept.clear()
     assert equal(found, gradients(ours, others))
 
 
@@ -179,7 +178,7 @@ def test_there_are_no_second_derivatives(family):
 
 
 class Calls(TorchDispatchMode):
-    """Of our operators: [(operator, arguments)]."""
+    """Of our operators: [(operator, arguments, those by name)]."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +186,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == NAMESPACE:
-            self.found.append((function, args))
+            self.found.append((function, args, kwargs or {}))
         return function(*args, **kwargs or {})
 
 
@@ -212,12 +211,12 @@ def test_operators_keep_to_their_schemas_and_look_the_same_on_fake_tensors(famil
         if out.requires_grad:
             out.float().sum().backward()
     assert calls.found
-    for function, arguments in calls.found:
-        torch.library.opcheck(function, arguments, test_utils=("test_schema", "test_faketensor"))
+    for function, arguments, named in calls.found:
+        torch.library.opcheck(function, arguments, named, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("name, call", [
-    ("attention", lambda x, S: attention_operator.gated_attention(
+    ("attention", lambda x, S: gated_attention(
         [x.expand(1, 2, S, 64).contiguous()], 1, 2, x.new_zeros(1, 1, S, S))),
     ("sums", lambda x, S: sums.OP(x.expand(S, S, 4).contiguous(), torch.bfloat16))])
 def test_sizes_may_be_symbols(name, call):

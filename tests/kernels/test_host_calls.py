@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 import triton
 from triton.runtime import driver
 
-from fusion_lab.kernels.ahead_of_time import Absent
+from evoformer_kernels.ahead_of_time import Absent
 from tests.kernels.problems import attention_from_python, multiplication_from_python
 
 launched = []

@@ -9,11 +9,11 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 from triton.runtime.errors import OutOfResources
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import adamw, outer_product, projections, tuner
-from fusion_lab.kernels.attention import bias_gradient, call
-from fusion_lab.kernels.precision import HALF
-from fusion_lab.kernels.reductions import compile_pass, sums, weight_gradients
-from fusion_lab.kernels.triangle_multiplication import products
+from evoformer_kernels import adamw, outer_product, projections, tuner
+from evoformer_kernels.attention import bias_gradient, plan
+from evoformer_kernels.precision import HALF
+from evoformer_kernels.reductions import compile_pass, sums, weight_gradients
+from evoformer_kernels.triangle_multiplication import products
 from fusion_lab.measuring import accuracy
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.feeding import to_device
@@ -23,7 +23,7 @@ from tests.kernels import test_adamw as optimizer
 from tests.kernels import test_exact as exact
 from tests.kernels import test_families as families
 from tests.kernels.attention import test_drop_in as called
-from tests.kernels.attention import test_operator as extremes
+from tests.kernels.attention import test_function as extremes
 from tests.kernels.reductions import test_weight_gradients as weights
 from tests.kernels.rule import equal, gradients, violations
 from tests.kernels.test_families import tiles_of
@@ -121,7 +121,7 @@ def test_with_every_tile(kind, number, dtype, monkeypatch):
     (dict(MOST_SCORES=1 << 40), 23), (dict(MOST_SCORES=1 << 18), 64)])
 def test_attention_in_rounds_of_rows(changes, length, dtype, monkeypatch):
     for name, value in changes.items():
-        monkeypatch.setattr(call, name, value)
+        monkeypatch.setattr(plan, name, value)
     with torch.device(DEVICE):
         for problem, case in ((problems.attention, (2, 70, length, 4, 32, 2, True, True, True)),
                               (problems.sub_layer, (1, length, length, 128, 4, 1, "own", True, True, 2))):
@@ -264,7 +264,7 @@ def test_sums_have_the_same_bits_in_every_run(dtype):
         assert torch.equal(*(sums.GATHERED_OP(problems, dtype) for _ in range(2)))
         partial_sums = torch.randn(77, 2, 4, 64, 64).to(dtype)
         for transpose in (False, True):
-            assert torch.equal(*(bias_gradient.OP(partial_sums, 51, dtype, transpose) for _ in range(2)))
+            assert torch.equal(*(bias_gradient.launch(partial_sums, 51, dtype, transpose) for _ in range(2)))
 
 
 def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):
@@ -278,7 +278,7 @@ def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):
                                        enable_triton_weight_gradients=on))[0])
         assert bool(gathered) == on
     assert alike(losses)
-    for op, most in ((weight_gradients.OP, 17), (sums.GATHERED_OP, 23)):  # a block's
+    for op, most in ((weight_gradients.OP.op, 17), (sums.GATHERED_OP.op, 23)):  # a block's
         assert max(count for each, count in gathered if each == op) == most
 
 

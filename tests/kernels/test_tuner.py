@@ -13,8 +13,8 @@ from triton import CompilationError
 from triton.runtime.errors import OutOfResources
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import tuner
-from fusion_lab.kernels.calls import Call
+from evoformer_kernels import tuner
+from evoformer_kernels.family import Plan
 from fusion_lab.measuring import retune
 from fusion_lab.training.files import UserError
 from tests.support import last_json
@@ -70,7 +70,7 @@ def test_no_shipped_tile_is_longer_than_the_counts_that_must_match():
 
 
 def test_winners_are_kept_beside_what_was_known_and_serve_from_then_on(monkeypatch, tmp_path):
-    path = tmp_path / "fusion_lab" / "gpu.json"
+    path = tmp_path / "evoformer_kernels" / "gpu.json"
     tuner.write(path, {"other": SECOND, "k bfloat16 L256": FIRST})
     monkeypatch.setattr(tuner, "cache_file", lambda: path)
     monkeypatch.setattr(tuner, "SHIPPED", tmp_path / "absent.json")
@@ -87,15 +87,15 @@ def test_winners_are_kept_beside_what_was_known_and_serve_from_then_on(monkeypat
 
 
 def test_calls_that_are_kept_measure_tiles_too_and_are_made_anew_for_the_winners(monkeypatch, tmp_path):
-    class Made(Call):
+    class Made(Plan):
         def __init__(self, tensors):
             pass
     monkeypatch.setattr(tuner, "cache_file", lambda: tmp_path / "gpu.json")
     x, kept = torch.zeros(1), Made.of([torch.zeros(1)])
-    assert Made.of([x]) is Made.known([x]) is kept
+    assert Made.of([x]) is kept
     with tuner.retuning():
-        assert Made.known([x]) is None and Made.of([x]) is not kept
-    assert Made.known([x]) is None
+        assert Made.of([x]) is not kept
+    assert Made.of([x]) is not kept
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
@@ -122,9 +122,9 @@ def test_a_gpu_has_its_tables(monkeypatch, tmp_path):
     assert tuner.gpu() == "sm_90"
     name = f"NVIDIA_H200_x_torch_{torch.__version__}_triton_{tuner.triton.__version__}.json"
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert tuner.cache_file() == pathlib.Path.home() / ".cache" / "fusion_lab" / name
+    assert tuner.cache_file() == pathlib.Path.home() / ".cache" / "evoformer_kernels" / name
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert tuner.cache_file() == tmp_path / "cache" / "fusion_lab" / name
+    assert tuner.cache_file() == tmp_path / "cache" / "evoformer_kernels" / name
     shipped = tmp_path / "tiles.json"
     shipped.write_text(json.dumps({"sm_90": {"a": FIRST, "b": FIRST}, "sm_80": {"c": FIRST}}))
     tuner.write(tuner.cache_file(), {"b": SECOND})

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import limits
+from evoformer_kernels import limits
 from fusion_lab.measuring import accuracy
 from tests.kernels.rule import violations
 

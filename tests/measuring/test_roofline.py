@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import limits
+from evoformer_kernels import limits
 from fusion_lab.measuring import clocks, roofline
 from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.training.program import Cost

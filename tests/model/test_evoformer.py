@@ -10,19 +10,19 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels.library import attention_choice
-from fusion_lab.kernels.library.custom_gradients import (
+from fusion_lab.measuring import accuracy
+from fusion_lab.measuring.counters import OpCounter, saved_activations
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.machine import process_settings
+from tests.support import require_shared
+from tiny_openfold.layers import attention_choice
+from tiny_openfold.layers.custom_gradients import (
     ChannelBias,
     LinearReLU,
     SummedRows,
     TriangleProduct,
     stored,
 )
-from fusion_lab.measuring import accuracy
-from fusion_lab.measuring.counters import OpCounter, saved_activations
-from fusion_lab.training.feeding import to_device
-from fusion_lab.training.machine import process_settings
-from tests.support import require_shared
 from tiny_openfold.proteins.batches import SyntheticProteins
 
 COMBINATIONS = list(itertools.product([False, True], repeat=5))

@@ -15,8 +15,8 @@ import pytest
 
 import fusion_lab
 import tiny_openfold_v2
+from evoformer_kernels.patches import Patch, patch
 from fusion_lab import commands
-from fusion_lab.kernels.patches import Patch, patch
 from fusion_lab.measuring.compare import compare
 from fusion_lab.training.program import Program, Settings
 from tests.support import PATIENCE, ROOT
@@ -84,8 +84,8 @@ def test_the_wheel_says_what_it_is(site):
     assert about["Description-Content-Type"] == "text/markdown"
     assert about.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
     for name in ("tiny_openfold/models/families.pt", "tiny_openfold/models/README.md",
-                 "tiny_openfold/proteins/fold_page.html", "fusion_lab/kernels/tiles.json",
-                 "fusion_lab/kernels/__init__.pyi", "fusion_lab/py.typed",
+                 "tiny_openfold/proteins/fold_page.html", "evoformer_kernels/tiles.json",
+                 "evoformer_kernels/__init__.pyi", "fusion_lab/py.typed",
                  "tiny_openfold/py.typed", "tiny_openfold_v2-stubs/__init__.pyi"):
         assert (site / name).read_bytes() == (ROOT / name).read_bytes()
     modules = {str(file.relative_to(ROOT)) for package in ("fusion_lab", "tiny_openfold")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import limits
+from evoformer_kernels import limits
 from fusion_lab.measuring import accuracy
 from tiny_openfold.proteins import fast_evoformer
 from tiny_openfold.proteins.fast_evoformer import Plan

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import limits
+from evoformer_kernels import limits
 from tiny_openfold.proteins.options import TrainingConfig
 
 

@@ -13,9 +13,9 @@ model's.
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from fusion_lab.kernels import limits
-from fusion_lab.kernels.library.custom_gradients import recomputed
-from fusion_lab.kernels.precision import product_dtype, strict_float32
+from evoformer_kernels import limits
+from evoformer_kernels.precision import product_dtype, strict_float32
+from tiny_openfold.layers.custom_gradients import recomputed
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class AttentionTwin(SubLayerTwin):
 
     def layer(self, x, axis, key_mask, drop, bias=None, bias_proj=None):
         """x + the whole sub-layer in kernels. The bias (B, H, L, L) is given, or projected by bias_proj."""
-        from fusion_lab.kernels.attention import layer
+        from evoformer_kernels.attention import function as layer
         norm, output = self.layer_norm, self.o_proj
         weights = layer.Weights(
             norm.weight, norm.bias, *self.packed(*self.QKV, "gate_proj"), output.weight, output.bias,
@@ -102,7 +102,7 @@ class AttentionTwin(SubLayerTwin):
         """The plain one; where only its heads fit, our kernel between the library's projections."""
         if not (self.plan.attention and limits.fits("attention", x, self.heads)):
             return super().attention(x, axis, key_mask, bias)
-        from fusion_lab.kernels.attention.operator import gated_attention
+        from evoformer_kernels.attention.function import gated_attention
         wide = getattr(self, "qkv_gate_proj", None)  # its result lacks the gate's bias: the kernel adds that
         projected, gate_bias = ([wide(x)], wide.bias) if wide else (self.project(x), None)
         return self.o_proj(gated_attention(projected, self.heads, axis, bias, key_mask, gate_bias))
@@ -121,7 +121,7 @@ class RowAttentionTwin(AttentionTwin):
 
     def bias_and_pair(self, pair):
         if self.plan.attention and limits.fits("head bias", pair, self.heads):
-            from fusion_lab.kernels.projections import head_bias
+            from evoformer_kernels.projections import head_bias
             norm = self.pair_norm
             return head_bias(pair, norm.weight, norm.bias, self.pair_bias_proj.weight, norm.eps)
         return self.bias(pair), pair
@@ -149,7 +149,7 @@ class TransitionTwin(SubLayerTwin):
         return self.plan.transition and limits.fits("transition", x)
 
     def by_kernel(self, x, drop=None):  # transitions have no dropout
-        from fusion_lab.kernels import transition
+        from evoformer_kernels import transition
         norm, first, second = self.layer_norm, self.linear1, self.linear2
         return transition.layer(x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
                                 second.bias, norm.eps, self.plan.recompute)
@@ -157,7 +157,7 @@ class TransitionTwin(SubLayerTwin):
     def two_layers(self, x):
         """The plain ones; 256 channels, too wide for a whole layer, have the ReLU's gradient in a kernel."""
         if self.plan.transition and limits.fits("two layers", x):
-            from fusion_lab.kernels.transition import two_layers
+            from evoformer_kernels.transition import two_layers
             return two_layers(x, self.linear1.weight, self.linear1.bias, self.linear2.weight,
                               self.linear2.bias)
         return super().two_layers(x)
@@ -178,7 +178,7 @@ class OuterProductMeanTwin(SubLayerTwin):
 
     def by_kernel(self, msa, row_mask, onto):
         """(onto + update, msa)"""
-        from fusion_lab.kernels import outer_product, outer_product_sides
+        from evoformer_kernels import outer_product, outer_product_sides
         norm, output = self.layer_norm, self.output_proj
         if limits.fits("sides", msa, side=self.widths["left_proj"]):
             left, right, msa = outer_product_sides.sides(msa, norm.weight, norm.bias,
@@ -204,7 +204,7 @@ class TriangleMultiplicationTwin(SubLayerTwin):
         return self.plan.triangle_multiplication and limits.fits("triangle multiplication", pair)
 
     def by_kernel(self, pair, seq_mask=None, drop=None):
-        from fusion_lab.kernels.triangle_multiplication import operator as kernels
+        from evoformer_kernels.triangle_multiplication import function as kernels
         norm, center, output, gate = self.layer_norm, self.center_norm, self.output_proj, self.output_gate
         weights = kernels.Weights(
             norm.weight, norm.bias, *self.packed(*self.SIDES, *self.GATES), center.weight, center.bias,
@@ -268,5 +268,5 @@ def compiler_options(fusion):
     sums in few launches (reductions/compile_pass.py). {} without Triton."""
     if not limits.HAS_TRITON:
         return {}
-    from fusion_lab.kernels.reductions.compile_pass import GatheredGradients
+    from evoformer_kernels.reductions.compile_pass import GatheredGradients
     return dict(post_grad_custom_post_pass=GatheredGradients(fusion.enable_triton_weight_gradients))

@@ -1,7 +1,7 @@
 """Options of training on proteins: where they come from, which are held out, what is drawn. No torch."""
 from dataclasses import dataclass
 
-from fusion_lab.kernels import limits
+from evoformer_kernels import limits
 from fusion_lab.training import options
 from fusion_lab.training.options import option
 

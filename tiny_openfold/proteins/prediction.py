@@ -14,12 +14,11 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from fusion_lab.kernels.precision import amp_dtype
 from fusion_lab.measuring.plotting import spared
 from fusion_lab.training import files as outputs
 from fusion_lab.training.checkpoints import understanding
 from fusion_lab.training.files import UserError, counted, printable
-from fusion_lab.training.machine import GIGABYTE, choose_device, free_memory, process_settings
+from fusion_lab.training.machine import GIGABYTE, amp_dtype, choose_device, free_memory, process_settings
 from fusion_lab.training.models import read_model
 from fusion_lab.training.options import flag
 from fusion_lab.training.program import ROOT

@@ -1,10 +1,9 @@
 """What the lab asks of the Evoformer beside its numbers."""
 import torch
 
-from fusion_lab.kernels import limits
-from fusion_lab.kernels.library import attention_choice
 from fusion_lab.training.files import counted
 from fusion_lab.training.program import Model
+from tiny_openfold.layers import attention_choice, kernel_switches
 from tiny_openfold.proteins import costs
 from tiny_openfold.proteins.fast_evoformer import Plan
 from tiny_openfold.proteins.options import products_of
@@ -69,6 +68,6 @@ class EvoformerForLab(Model):
             pair=(c.seq_len, c.pair_dim // c.pair_heads, True), rows=(c.seq_len, msa_width, True),
             columns=(c.num_seqs, msa_width, False))
         if "triton" in kernels:
-            kernels += limits.projections_by_library(MSA=(c.msa_dim, c.msa_heads),
+            kernels += kernel_switches.projections_by_library(MSA=(c.msa_dim, c.msa_heads),
                                                      pair=(c.pair_dim, c.pair_heads))
         return kernels

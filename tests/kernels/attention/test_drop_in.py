@@ -3,8 +3,8 @@ lengths, rows with one key, and inputs for PyTorch's operations. (test_families.
 import pytest
 import torch
 
-from fusion_lab.kernels import calls
-from fusion_lab.kernels.attention import drop_in
+from evoformer_kernels import family
+from evoformer_kernels.attention import drop_in
 from tests.kernels.problems import attention_from_python as problem
 from tests.kernels.rule import equal, gradients, packed_anew, violations
 
@@ -101,8 +101,8 @@ def fewer(ours, plain, tensors):
     "float64": lambda: problem(torch.float64, S),
     "another number of keys": lambda: fewer(*problem(torch.float32, S, False))}.items())
 def test_what_no_kernel_takes_is_said_and_runs_in_pytorchs_operations(said, made, monkeypatch):
-    monkeypatch.setattr(drop_in.attention, "FromPython", None)
-    monkeypatch.setattr(calls, "said", set())
+    monkeypatch.setattr(drop_in, "row_attention", None)
+    monkeypatch.setattr(family, "said", set())
     with pytest.warns(UserWarning, match=said):
         assert not violations(*made())
 

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from fusion_lab.kernels import limits
-from fusion_lab.kernels.attention import operator as attention
-from fusion_lab.kernels.patches import patch, projects, triangle
+from evoformer_kernels import limits
+from evoformer_kernels.attention import function as attention
+from evoformer_kernels.patches import patch, projects, triangle
 from tests.kernels.patches import stand_ins
 from tests.kernels.rule import violations
 
@@ -130,7 +130,7 @@ def test_autocast_is_heard(name, on_gpu):
                                                                    marks=pytest.mark.slow)])
 def test_all_of_an_attention_layer_in_kernels(name, monkeypatch, on_gpu):
     monkeypatch.setattr(triangle, "WHOLE_FROM", 0)
-    monkeypatch.setattr(attention, "gated_attention_from_python", None)
+    monkeypatch.setattr(attention, "gated_attention", None)
     assert not violations(*problem(name, CALLS["plainly"]))
 
 

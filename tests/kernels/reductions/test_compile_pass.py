@@ -9,9 +9,9 @@ from torch._inductor import lowering
 from torch.utils.checkpoint import checkpoint
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import limits
-from fusion_lab.kernels.common import NAMESPACE
-from fusion_lab.kernels.reductions import compile_pass, sums
+from evoformer_kernels import limits
+from evoformer_kernels.common import NAMESPACE
+from evoformer_kernels.reductions import compile_pass, sums
 from fusion_lab.measuring import accuracy
 from tests.kernels import test_whole_block as check_model
 from tests.kernels.rule import saved_bytes
@@ -23,7 +23,8 @@ aten = torch.ops.aten
 GATHERS = tof.FusionConfig(enable_triton_weight_gradients=True)
 
 
-KINDS = dict(products=(aten.mm.default, compile_pass.weight_gradients.OP), sums=(sums.OP, sums.GATHERED_OP))
+KINDS = dict(products=(aten.mm.default, compile_pass.weight_gradients.OP.op),
+             sums=(sums.OP.op, sums.GATHERED_OP.op))
 
 
 def counted(graph, gather):

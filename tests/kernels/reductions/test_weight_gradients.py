@@ -2,9 +2,9 @@
 import pytest
 import torch
 
-from fusion_lab.kernels import tuner
-from fusion_lab.kernels.precision import HALF
-from fusion_lab.kernels.reductions import weight_gradients
+from evoformer_kernels import tuner
+from evoformer_kernels.precision import HALF
+from evoformer_kernels.reductions import weight_gradients
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 

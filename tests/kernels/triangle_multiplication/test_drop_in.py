@@ -2,8 +2,8 @@
 import pytest
 import torch
 
-from fusion_lab.kernels import calls
-from fusion_lab.kernels.triangle_multiplication import drop_in
+from evoformer_kernels import family
+from evoformer_kernels.triangle_multiplication import drop_in
 from tests.kernels.problems import multiplication_from_python as problem
 from tests.kernels.rule import equal, gradients, packed_anew, violations
 
@@ -14,8 +14,8 @@ update = drop_in.triangle_multiplicative_update
 @pytest.mark.parametrize("dtype, c", [(torch.bfloat16, 24), (torch.float32, 12), (torch.bfloat16, 300)])
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 def test_channels_without_a_kernel_take_pytorchs_operations(dtype, c, direction, monkeypatch):
-    monkeypatch.setattr(drop_in, "FromPython", None)
-    monkeypatch.setattr(calls, "said", set())
+    monkeypatch.setattr(drop_in.trimul, "triangle_multiplication", None)
+    monkeypatch.setattr(family, "said", set())
     with pytest.warns(UserWarning, match=f"{c} channels"):
         assert not violations(*problem(dtype, 3, c, direction))
 

@@ -1,0 +1,397 @@
+"""Whole blocks of other projects in CUDA graphs: patch(model, graphs=True).
+
+A pair block starts some 300 kernels, and the host takes longer to start them than the GPU to run them. A
+graph starts all of them at once. Each block is captured by the signature of its call, the second time that it
+comes: shapes and dtypes of tensors, other arguments, autocast, training flags, which tensors want a gradient.
+Graphs read weights where they lie, so an optimizer's steps are seen; weights that have moved lead to a new
+capture.
+
+    forward only         without gradients
+    kept                 forward keeps what its backward graph reads, in memory of this block
+    recomputed           within torch.utils.checkpoint: forward keeps nothing, backward's graph runs it again
+
+All graphs but the kept ones share one pool of memory, and blocks share the tensors that go in and out, since
+one block runs at a time: a stack of recomputed blocks needs the memory of one. Random numbers go on with each
+replay; a backward that recomputes replays those of its forward.
+"""
+import contextlib
+import gc
+import warnings
+import weakref
+from collections import OrderedDict
+
+import torch
+from torch.utils import _pytree as pytree
+
+from evoformer_kernels.patches import triangle
+
+MOST = 8  # graphs of one block: the least used one goes
+MOST_MOVES = 3  # new captures because weights have moved, as sharded ones do at each step
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class Uncapturable(Exception):
+    """Why a block runs as before."""
+
+
+def form_of(t):
+    return t.shape, t.stride(), t.dtype, t.device, t.requires_grad
+
+
+def room_for(t):
+    """Memory for numbers as t has them, without what t repeats."""
+    dense = all(t.stride()) or not t.numel()
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) if dense else torch.empty(
+        t.shape, dtype=t.dtype, device=t.device)
+
+
+def in_backward():
+    """Whether a backward pass is under way, in which a checkpoint runs its forward again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def kind_of(tensors, weights, training):
+    """Which graphs a call takes. A checkpoint's forward saves tensors by hooks of its own, or runs without
+    gradients within an autograd.Function, whose inputs still ask for them."""
+    wants = any(t.requires_grad for t in tensors)
+    if not torch.is_grad_enabled():
+        return "recomputed" if wants and training else "forward only"
+    if not wants and not any(w.requires_grad for w in weights):
+        return "forward only"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    of_checkpoint = hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
+    return "recomputed" if of_checkpoint or in_backward() else "kept"
+
+
+class Shared:
+    """What the graphs of one patch share: a stream, a pool, tensors that go in and out, what was said."""
+
+    def __init__(self):
+        self.pool, self.stream, self.rooms, self.said = None, None, {}, set()
+
+    def begin(self):
+        if self.pool is None:
+            gc.collect()
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def room(self, kind, number, t):
+        """The tensor of this kind and number for numbers as t has them."""
+        key = kind, number, t.shape, t.stride(), t.dtype, t.device
+        if key not in self.rooms:
+            self.rooms[key] = room_for(t)
+        return self.rooms[key]
+
+    def say(self, message):
+        if message not in self.said:
+            self.said.add(message)
+            warnings.warn(message, stacklevel=5)
+
+
+@contextlib.contextmanager
+def capturing(graph, pool, stream):
+    """Within, launches go into the graph. Not torch.cuda.graph, which collects garbage each time: a stack of
+    48 blocks has 96 graphs."""
+    torch.cuda.synchronize()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                try:
+                    graph.capture_end()
+                except RuntimeError:  # what ends with a capture is still to be ended
+                    end_capture(stream, pool)
+                    raise
+    finally:
+        if collects:
+            gc.enable()
+
+
+def end_capture(stream, pool):
+    """After a capture that failed: memory and random numbers are as outside of captures again."""
+    torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+    empty = torch.cuda.CUDAGraph()
+    empty.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device=stream.device)
+    empty.capture_end()
+
+
+class Captured:
+    """The graphs of a block for one signature.
+
+    tensors: of the call, which any later ones of the signature resemble; call(tensors): the block's own
+    forward, [outputs]; weights: parameters; kind: "forward only", "kept" or "recomputed".
+    """
+
+    def __init__(self, shared, call, tensors, weights, kind):
+        self.shared, self.kind, self.weights = shared, kind, weights
+        own = kind == "kept"  # whose backward reads them
+        self.inputs = [room_for(t) if own else shared.room("in", n, t) for n, t in enumerate(tensors)]
+        self.wanted = [n for n, t in enumerate(tensors) if t.requires_grad]
+        self.learned = [n for n, w in enumerate(weights) if w.requires_grad]
+        self.running, self.calls = lambda: None, 0  # whose activations a kept graph holds; how many so far
+        with torch.no_grad():
+            torch._foreach_copy_(self.inputs, [t.detach() for t in tensors])
+        self.graphs = [torch.cuda.CUDAGraph() for _ in range(1 + (kind != "forward only"))]
+        random = torch.cuda.get_rng_state()
+        triangle.in_graph = True
+        try:
+            self.capture(call, torch.cuda.graph_pool_handle() if own else shared.pool)
+        finally:
+            triangle.in_graph = False
+            torch.cuda.set_rng_state(random)
+
+    def capture(self, call, pool):
+        """Run everything once, so that kernels are compiled and loaded, then capture."""
+        shared, stream = self.shared, self.shared.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        versions = [t._version for t in self.inputs]
+        with torch.cuda.stream(stream):
+            outs = self.forward(call, self.kind != "forward only")
+            self.outs = [shared.room("out", n, t.detach()) for n, t in enumerate(outs)]
+            self.grads_of = [n for n, t in enumerate(outs) if t.requires_grad]
+            self.douts = [shared.room("gradient in", n, outs[n].detach()) for n in self.grads_of]
+            if self.kind != "forward only":
+                self.backward(outs)
+                self.forward(call, False)  # whose kernels may be others
+            del outs
+        torch.cuda.current_stream().wait_stream(stream)
+        if versions != [t._version for t in self.inputs]:
+            raise Uncapturable("it changes its inputs in place")
+        with capturing(self.graphs[0], pool, stream):
+            outs = self.forward(call, self.kind == "kept")
+            with torch.no_grad():
+                torch._foreach_copy_(self.outs, [t.detach() for t in outs])
+            if self.kind != "kept":
+                del outs
+        if self.kind == "forward only":
+            return
+        with capturing(self.graphs[1], pool, stream):
+            if self.kind == "recomputed":
+                outs = self.forward(call, True)
+            self.backward(outs)
+            del outs
+
+    def forward(self, call, learns):
+        """The block's outputs of self.inputs, with gradients for what wants them or without."""
+        wanted = self.wanted if learns else []
+        given = [t.detach().requires_grad_(n in wanted) for n, t in enumerate(self.inputs)]
+        self.given = [given[n] for n in wanted]
+        with torch.set_grad_enabled(learns):
+            return call(given)
+
+    def backward(self, outs):
+        """Fill self.dinputs and self.dweights, one tensor for each dtype."""
+        learned = [self.weights[n] for n in self.learned]
+        with torch.autocast("cuda", enabled=False):
+            found = torch.autograd.grad([outs[n] for n in self.grads_of], [*self.given, *learned], self.douts,
+                                        allow_unused=True)
+        of_inputs, of_weights = found[:len(self.given)], found[len(self.given):]
+        self.dinputs = [None if d is None else self.shared.room("gradient out", n, d)
+                        for n, d in enumerate(of_inputs)]
+        for room, d in zip(self.dinputs, of_inputs, strict=True):
+            if room is not None:
+                room.copy_(d)
+        groups = {}
+        for n, d in zip(self.learned, of_weights, strict=True):
+            if d is not None:
+                groups.setdefault(d.dtype, []).append((n, d.contiguous()))
+        self.dweights = []
+        for dtype, group in groups.items():
+            flat = torch.cat([d.flatten() for _, d in group])
+            room = self.shared.room("weights", dtype, flat)
+            room.copy_(flat)
+            self.dweights.append((room, [(n, d.shape) for n, d in group], [d.numel() for _, d in group]))
+        self.given = None
+
+    def run(self, tensors):
+        """[outputs] of a call, new tensors."""
+        torch._foreach_copy_(self.inputs, tensors)
+        self.calls += 1
+        self.graphs[0].replay()
+        return [t.clone() for t in self.outs]
+
+    def run_backward(self, tensors, gradients):
+        """Gradients of all tensors and weights; tensors: inputs of the call, None where they are kept."""
+        if tensors is not None:
+            torch._foreach_copy_(self.inputs, tensors)
+        torch._foreach_copy_(self.douts, [gradients[n] for n in self.grads_of])
+        self.graphs[1].replay()
+        of_inputs, of_weights = [None] * len(self.inputs), [None] * len(self.weights)
+        for n, d in zip(self.wanted, self.dinputs, strict=True):
+            of_inputs[n] = None if d is None else d.clone()
+        for room, places, sizes in self.dweights:
+            for (n, shape), d in zip(places, room.clone().split_with_sizes(sizes), strict=True):
+                of_weights[n] = d.view(shape)
+        return [*of_inputs, *of_weights]
+
+
+class Replay(torch.autograd.Function):
+    """A block by its graphs. What is recomputed keeps its inputs by itself: saved for backward, a checkpoint
+    round the block would take them away and run the block once more."""
+
+    @staticmethod
+    def forward(ctx, captured, count, *tensors):
+        ctx.captured, inputs, ctx.tensors = captured, tensors[:count], None
+        generator = torch.cuda.default_generators[inputs[0].device.index]
+        ctx.random = generator.get_offset(), generator.initial_seed()
+        if captured.kind == "recomputed":
+            ctx.tensors, ctx.versions = inputs, [t._version for t in inputs]
+        else:
+            captured.running = weakref.ref(ctx)
+        outs = captured.run(inputs)
+        ctx.call = captured.calls
+        ctx.mark_non_differentiable(*[t for n, t in enumerate(outs) if n not in captured.grads_of])
+        return tuple(outs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        captured, tensors = ctx.captured, ctx.tensors
+        if tensors is None:
+            if ctx.call != captured.calls:
+                raise RuntimeError("backward a second time, after another forward of the same block")
+            found = captured.run_backward(None, gradients)
+        else:
+            if ctx.versions != [t._version for t in tensors]:
+                raise RuntimeError("an input of a recomputed block was changed in place before its backward")
+            generator = torch.cuda.default_generators[tensors[0].device.index]
+            now = generator.get_offset(), generator.initial_seed()
+            rewind(generator, *ctx.random)
+            found = captured.run_backward([t.detach() for t in tensors], gradients)
+            rewind(generator, *now)
+        captured.running = lambda: None
+        return None, None, *found
+
+
+def rewind(generator, offset, seed):
+    """Let random numbers go on from there."""
+    if generator.initial_seed() != seed:
+        generator.manual_seed(seed)
+    generator.set_offset(offset)
+
+
+class GraphedBlock:
+    """Stands in for a block's forward, takes the same arguments and returns the same."""
+
+    def __init__(self, block, shared):
+        self.block, self.shared = block, shared
+        self.modules = list(block.modules())
+        self.hooks = [getattr(module, name) for module in self.modules for name in HOOKS]
+        self.weights = [(module._parameters, n) for module in self.modules
+                        for n, w in module._parameters.items() if w is not None]
+        self.buffers = [(module._buffers, n) for module in self.modules
+                        for n, t in module._buffers.items() if t is not None]
+        self.seen, self.failed, self.captured, self.moves = set(), {}, OrderedDict(), 0
+        self.why = "own code: no signature came twice yet"
+
+    def __call__(self, *arguments, **named):
+        own = type(self.block).forward
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return own(self.block, *arguments, **named)
+        flat, spec = pytree.tree_flatten((arguments, named))
+        places = [n for n, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+        tensors = [flat[n] for n in places]
+        try:
+            captured, form, weights = self.ready(flat, spec, places, tensors)
+        except Uncapturable as reason:
+            self.why = f"own code: {reason}"
+            self.shared.say(f"{type(self.block).__name__}: {reason}; it runs without a graph")
+            return own(self.block, *arguments, **named)
+        if captured is None or captured.kind == "kept" and captured.running() is not None:
+            return own(self.block, *arguments, **named)
+        if not torch.is_grad_enabled() or captured.kind == "forward only":
+            outs = captured.run(tensors)
+        else:
+            outs = Replay.apply(captured, len(tensors), *tensors, *weights)
+        return pytree.tree_unflatten(iterated(form, outs), captured.out_spec)
+
+    def ready(self, flat, spec, places, tensors):
+        """(Captured, which outputs are tensors, weights) for a call, three times None where it runs as
+        before. Raises Uncapturable."""
+        if not tensors or not all(t.is_cuda for t in tensors) or torch.cuda.is_current_stream_capturing():
+            return None, None, None
+        weights = [parameters[n] for parameters, n in self.weights]
+        if any(self.hooks):
+            raise Uncapturable("a hook on a part of it")
+        others = [x for n, x in enumerate(flat) if n not in set(places)]
+        if not all(isinstance(x, CONSTANTS) for x in others):
+            raise Uncapturable("an argument that is neither a tensor nor a number")
+        kind = kind_of(tensors, weights, self.block.training)
+        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        signature = (spec, kind, autocast, *map(form_of, tensors), *others,
+                     *(module.training for module in self.modules), *(w.requires_grad for w in weights))
+        addresses = [w.data_ptr() for w in (*weights, *(buffers[n] for buffers, n in self.buffers))]
+        found = self.captured.get(signature)
+        if signature in self.failed:
+            raise Uncapturable(self.failed[signature])
+        if found is None or found[0] != addresses:
+            if found is not None:
+                self.moves += 1
+            if self.moves > MOST_MOVES:
+                raise Uncapturable("its weights move, as sharded ones do")
+            if signature not in self.seen or in_backward():  # where nothing can be captured
+                self.seen.add(signature)
+                return None, None, None
+            try:
+                made = self.capture(flat, spec, places, tensors, weights, kind, autocast)
+            except Exception as error:  # whatever it is: the block's own forward says it, too, or runs
+                first = str(error).partition("\n")[0][:150]
+                words = first if isinstance(error, Uncapturable) else (
+                    f"it cannot be captured ({type(error).__name__}: {first})")
+                self.failed[signature] = words
+                raise Uncapturable(words) from error
+            found = self.captured[signature] = addresses, *made
+            if len(self.captured) > MOST:
+                self.captured.popitem(last=False)
+        self.captured.move_to_end(signature)
+        self.why = f"graph, {kind}"
+        return *found[1:], weights
+
+    @contextlib.contextmanager
+    def holding(self, aliases, weights):
+        """Within, the block's parameters are the aliases."""
+        for (parameters, name), alias in zip(self.weights, aliases, strict=True):
+            parameters[name] = alias
+        try:
+            yield
+        finally:
+            for (parameters, name), weight in zip(self.weights, weights, strict=True):
+                parameters[name] = weight
+
+    def capture(self, flat, spec, places, tensors, weights, kind, autocast):
+        """(Captured, which outputs are tensors)."""
+        form, out_spec = [], None
+        # New leaves at the same addresses: gradients of the old ones belong to the stream of the last step,
+        # as long as anything of it is alive.
+        aliases = [torch.nn.Parameter(w.detach(), w.requires_grad) for w in weights]
+
+        def call(given):
+            nonlocal out_spec
+            values = list(flat)
+            for n, t in zip(places, given, strict=True):
+                values[n] = t
+            arguments, named = pytree.tree_unflatten(values, spec)
+            cast = torch.autocast("cuda", dtype=autocast[1], enabled=autocast[0], cache_enabled=False)
+            with self.holding(aliases, weights), cast:
+                outs = type(self.block).forward(self.block, *arguments, **named)
+            outs, out_spec = pytree.tree_flatten(outs)
+            form[:] = [None if isinstance(x, torch.Tensor) else (x,) for x in outs]
+            return [x for x in outs if isinstance(x, torch.Tensor)]
+        self.shared.begin()
+        # Of a checkpoint's hooks for what is saved: here autograd saves for itself.
+        with torch.cuda.device(tensors[0].device), torch.autograd.graph.saved_tensors_hooks(
+                lambda t: t, lambda t: t):
+            captured = Captured(self.shared, call, tensors, aliases, kind)
+        captured.out_spec = out_spec
+        return captured, form
+
+
+def iterated(form, tensors):
+    """Outputs of a block: tensors, and between them what is none."""
+    rest = iter(tensors)
+    return [next(rest) if constant is None else constant[0] for constant in form]

@@ -1,0 +1,33 @@
+"""What arithmetic a tensor's products get, the dtype of sums, and the architecture of an AMD GPU."""
+from functools import cache
+
+import torch
+
+HALF = (torch.float16, torch.bfloat16)  # in which alone kernels run on a GPU
+
+
+def at_least_float32(dtype):
+    """The dtype of softmax, sums, counts and losses."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def strict_float32(dtype):
+    """Whether matrix products of tensors of this dtype are float32 throughout, without TF32."""
+    return dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+
+
+def product_dtype(x):
+    """The dtype that autocast gives to products of x, where it is on; else that of x."""
+    kind = x.device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else x.dtype
+
+
+def architecture(on_gpu):
+    """"gfx942", say, for an AMD GPU; "" for any other device."""
+    return amd_architecture() if on_gpu and torch.version.hip else ""
+
+
+@cache
+def amd_architecture():
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.partition(":")[0]
