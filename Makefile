@@ -2,7 +2,8 @@
 # make test     runs the tests                        make test ARGS="-m slow"  (the long ones)
 # make lint     ruff and, where installed, shellcheck
 # An activated environment that has torch is used as it is, and nothing is installed there. Otherwise pip
-# completes .venv, which sees the packages of $(PYTHON): a torch in range is kept.
+# completes .venv. One that is made here sees the packages of $(PYTHON), so that a torch in range is kept; one
+# that is there already stays as isolated as its owner made it.
 PYTHON ?= python3
 ACTIVE := $(filter-out $(CURDIR)/.venv,$(or $(VIRTUAL_ENV),$(CONDA_PREFIX)))
 ifneq ($(ACTIVE),)
@@ -30,7 +31,7 @@ lint: $(RUFF)
 
 define VENV
 @test -w . || { echo "$(CURDIR) cannot be written into: activate an environment with torch first" >&2; exit 2; }
-$(PYTHON) -m venv --system-site-packages .venv
+@grep -qs "system-site-packages = false" .venv/pyvenv.cfg || $(PYTHON) -m venv --system-site-packages .venv
 endef
 
 .venv/complete-%: %.txt requirements.txt

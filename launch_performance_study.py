@@ -1,14 +1,10 @@
 #!/usr/bin/env python3
 """Speed and memory of fusion settings over sizes; see --help. The work: fusion_lab/study/command.py."""
 import os
+import runpy
 import sys
 
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `python -I` leaves out
-from fusion_lab.training import files
-
-files.quiet(__name__, "torch", "numpy", "tqdm")
-
-import runpy
 
 if __name__ == "__main__":
-    runpy.run_module("fusion_lab.study.command", run_name="__main__", alter_sys=True)
+    runpy.run_module("fusion_lab.study.command", run_name="__main__")

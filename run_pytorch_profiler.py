@@ -1,85 +1,10 @@
 #!/usr/bin/env python3
-"""One PyTorch profiler session; see --help. The command line is in fusion_lab/profiler/arguments.py."""
+"""One PyTorch profiler session; see --help. The work: fusion_lab/profiler/command.py."""
 import os
+import runpy
 import sys
 
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `python -I` leaves out
-from fusion_lab.training import files
-
-files.quiet(__name__, "torch", "numpy", "tqdm")
-
-import time
-
-from fusion_lab.measuring.analysis import ANALYSIS
-from fusion_lab.measuring.variants import GIVEN, with_fusion
-from fusion_lab.profiler.arguments import SCRIPT, parse
-from fusion_lab.profiler.report import read_analysis
-from fusion_lab.profiler.session import SUMMARY, ablation, ablation_names, run_session
-from fusion_lab.training import reporting, torchrun
-from fusion_lab.training.files import claim, exit_code, finite
-from fusion_lab.training.flags import named_program
-from fusion_lab.training.machine import choose_device, require_memory
-from fusion_lab.training.program import load_program
-from tiny_openfold_v2 import train
-
-
-def results_directory(arguments, profiler):
-    """Where this run writes; made, and emptied of earlier results by moving them aside."""
-    named = "profile_dir" in vars(arguments)
-    path = profiler.profile_dir
-    if arguments.ablation and not named:
-        path = f"{path.rstrip('/')}_ablation_{time.strftime('%Y%m%d_%H%M%S')}"
-    return claim(path, named, profiler.force)
-
-
-HEADLINES = ("mode", "findings", "step", "folders")
-STEP = ("untraced_ms", "p20_ms", "p80_ms", "gpu_busy_ms")  # of a session's step
-
-
-def earlier_session(arguments, profiler):
-    """(name, analysis) of the session that --compare-with names, or None."""
-    if not arguments.compare_with:
-        return None
-    name, analysis = arguments.compare_with, read_analysis(arguments.compare_with)
-    if os.path.realpath(name) == os.path.realpath(profiler.profile_dir):
-        name = f"the earlier session in {name}"  # which is about to be moved aside
-    return name, analysis
-
-
-def sessions(program, settings, arguments):
-    """The session or sessions that are asked for; returns the content and the path of their main file."""
-    earlier = earlier_session(arguments, settings.profiler)
-    require_memory(program, choose_device(settings.training.device), settings)  # before anything is moved
-    directory = results_directory(arguments, settings.profiler)
-    options = dict(train=train, roofline=arguments.roofline)
-    if arguments.ablation or arguments.compare_v1:
-        names = ablation_names(program) if arguments.ablation else [GIVEN]  # beside the baseline
-        rounds = getattr(arguments, "num_steps", None)
-        result = ablation(program, settings, directory, names, rounds, **options)
-        return result, os.path.join(directory, f"{SUMMARY}.json")
-    result = run_session(program, settings, directory, **options, earlier=earlier)
-    return result, os.path.join(directory, ANALYSIS)
-
-
-def run(argv=None):
-    """Parse the command line and do what it asks; returns the exit code. Raises UserError."""
-    argv = sys.argv[1:] if argv is None else argv
-    program = named_program(argv, load_program())
-    arguments, settings = parse(argv, program)
-    torchrun.require_alone(SCRIPT)
-    if arguments.baseline:
-        settings = with_fusion(settings, program.fusion_config.preset(False))
-    result, path = sessions(program, settings, arguments)
-    headline = finite({key: result[key] for key in HEADLINES if key in result})
-    if "step" in headline:
-        headline["step"] = {key: headline["step"][key] for key in STEP}
-    if "variants" in result:
-        headline["variants"] = [dict(name=row["name"], speedup=row["speedup"])
-                                for row in result["variants"] if row["measured"]]
-    if not (reporting.for_people(settings) and result["mode"] == "pytorch_profiler"):  # ends in its findings
-        reporting.print_result(headline, path, settings)
-    return 0
-
 
 if __name__ == "__main__":
-    sys.exit(exit_code(run, None, SCRIPT))
+    runpy.run_module("fusion_lab.profiler.command", run_name="__main__")

@@ -515,7 +515,7 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
     def compile_options(self):
         """On a GPU small kernels share launches up to 128 residues: 4% faster at 64, 1.5% slower at 256."""
         return dict(fullgraph=True, dynamic=False, options=dict(
-            torch._inductor.list_mode_options(self.fusion.torch_compile_mode),
+            torch._inductor.list_mode_options(self.fusion.compile_mode),
             combo_kernels=self.config.seq_len <= 128,
             **fast_evoformer.compiler_options(self.fusion)))
 
@@ -744,12 +744,11 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
     return timer.seconds()
 
 
-def train(program, settings, compare_with=None):
+def train(program, settings, compare_with=None, min_speedup=None):
     """A training run from its start-up lines to its summary; returns its exit code."""
     from fusion_lab.measuring import analysis, probe, ranges, summary
     from fusion_lab.measuring.metrics import Metrics, of_resumed_run
     from fusion_lab.training import checkpoints, evaluations, models, reporting
-
     # Make everything that a run needs. Whatever can be refused is refused here, before the first step
     earlier = summary.read_summary(compare_with) if compare_with else None
     training, device = settings.training, machine.choose_device(settings.training.device)
@@ -768,7 +767,6 @@ def train(program, settings, compare_with=None):
         num_steps = training.num_steps - trainer.step_number
         with ranges.Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
             times = run_steps(trainer, source, profiling, findings, metrics, stop)
-
         # Write the summary before the last evaluation, which may fail, and again with it; say how it ended
         losses, times_alone = metrics.losses, profiling.undisturbed(times)
         result = summary.summarise(trainer, findings, losses, times_alone, stop.signal)
@@ -776,6 +774,7 @@ def train(program, settings, compare_with=None):
         evaluations.evaluate(trainer, source, metrics, stop, print, final=True)
         signal = world.agreed_signal(stop)
         summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
+        code = summary.too_slow(result, min_speedup)
         peak = result["performance_summary"]["peak_memory_mb"]
         found = analysis.write_analysis(trainer, findings, times, peak, profiling)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(signal), found], signal)
@@ -783,7 +782,7 @@ def train(program, settings, compare_with=None):
             with trainer.averaged():
                 source.finish(trainer, metrics.by_step)  # last words and pictures
     summary.print_summary(trainer, result, path)
-    return 128 + signal if signal else 0
+    return 128 + signal if signal else code
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -807,8 +806,9 @@ PROGRAM = Program(
 def run(argv=None, program=PROGRAM):
     """Do what the command line asks, of whichever program; returns the exit code. Raises UserError."""
     program, arguments, settings, mode = flags.asked(argv, program)
-    verb = flags.verb(program, arguments, mode)
-    return verb(program, settings) if verb else train(program, settings, arguments.compare_with_v1)
+    if verb := flags.verb(program, arguments, mode):
+        return verb(program, settings)
+    return train(program, settings, arguments.compare_with_v1, arguments.min_speedup)
 
 
 def main(argv=None, program=PROGRAM):

@@ -1,26 +1,33 @@
-"""Protein backbones with sequences, made here: what ProteinMPNN learns from, and which share it recovers.
+"""Protein backbones with sequences: what ProteinMPNN learns from, and which share it recovers.
 
-A backbone is a compact random chain. How buried a residue is and how the chain bends there choose one of the
-20 amino acids; a tenth of the residues is drawn at random, so the best possible recovery is known.
+They are made here, or read from a directory of structures. A made one is a compact random chain. How buried a
+residue is and how the chain bends there choose one of the 20 amino acids; a tenth of the residues is drawn at
+random, so the best possible recovery is known.
 
 A batch holds the arguments of the model's forward: X (B, L, 4, 3) N, CA, C, O in Å; E_idx (B, L, k), the
 neighbours; and, all (B, L): S, mask, residue_idx, chain, decoding_order, targets (-1 where nothing is asked).
 """
+import hashlib
 import math
+import os
 
 import numpy as np
 import torch
 
 from fusion_lab.training.evaluations import Evaluation, evaluating
 from fusion_lab.training.feeding import to_device
+from fusion_lab.training.files import UserError, counted
 from fusion_lab.training.program import Data
-from tiny_openfold.proteins.files import LETTERS, UNKNOWN
+from tiny_openfold.proteins.alignments import split_suffix
+from tiny_openfold.proteins.files import LETTERS, STRUCTURE_SUFFIXES, UNKNOWN, read_structure
 from tiny_openfold.proteins.synthetic import random_chains
 
 NOISE = 0.1  # share of residues drawn at random
 BEST_RECOVERY = 1 - NOISE + NOISE / 20
 NEAR, BURIED, TURNED = 7.0, (6, 8, 11), (1.37, 1.83, 2.2, 2.53)  # Å; borders of neighbours, of angles in rad
 HELD_OUT, BESIDE = range(16), range(16, 32)  # evaluated, and beside them; training has the others
+ONE_IN = 4  # files of structures is held out
+SHORTEST_BUCKET, BLOCK = 32, 16  # residues; batches whose chains are sorted by length together
 
 
 def backbone(seed, index, length):
@@ -47,14 +54,28 @@ def nearest(X, mask, k):
     return distance.topk(min(k, X.shape[1]), largest=False).indices
 
 
-def batch_of(rng, backbones, neighbors, present=None, chain=False):
+def padded(chains, width):
+    """Chains of at most `width` residues, (tokens, atoms, places), as batch_of wants them: all of this width,
+    which residues are present, and their places along the chain."""
+    grown = [[np.concatenate([part, np.zeros((width - len(part), *part.shape[1:]), part.dtype)])
+              for part in chain] for chain in chains]
+    present = np.arange(width) < np.array([[len(chain[0])] for chain in chains])
+    return [chain[:2] for chain in grown], present, np.stack([chain[2] for chain in grown])
+
+
+def bucket(length, longest):
+    """The length to which a batch is padded: a power of two from SHORTEST_BUCKET on, at most the longest."""
+    return min(max(SHORTEST_BUCKET, 1 << (length - 1).bit_length()), longest)
+
+
+def batch_of(rng, backbones, neighbors, present=None, places=None, chain=False):
     """A batch of backbones of one length, to be decoded in a random order. present (B, L): which residues are
-    there, default all; missing ones come last in the order."""
+    there, default all; missing ones come last in the order. places (B, L): along the chain."""
     tokens, atoms = (np.stack(part) for part in zip(*backbones, strict=True))
     present = np.ones(tokens.shape, bool) if present is None else present
     arrays = dict(X=np.where(present[:, :, None, None], atoms, 0), S=tokens * present,
                   mask=present.astype(np.float32), chain=(present & chain).astype(np.int64),
-                  residue_idx=np.arange(tokens.shape[1]) * present,
+                  residue_idx=(np.arange(tokens.shape[1]) if places is None else places) * present,
                   decoding_order=(rng.random(tokens.shape) + ~present).argsort(axis=1),
                   targets=np.where((tokens < UNKNOWN) & present, tokens, -1))
     batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -62,44 +83,76 @@ def batch_of(rng, backbones, neighbors, present=None, chain=False):
 
 
 class Backbones(Data):
-    """An endless supply of them, and some that training never sees."""
+    """An endless supply of them, and some that training never sees. A chain is (tokens (L,), atoms (L, 4, 3),
+    places (L,))."""
+    best = BEST_RECOVERY
 
     def __init__(self, settings):
-        self.config, self.training = settings.model, settings.training
+        self.config, self.training, self.longest = settings.model, settings.training, settings.model.seq_len
         self.names, self.held_out = [], [f"synthetic-{i}" for i in HELD_OUT]
 
     def describe(self):
         return (f"built-in backbones, of whose residues {BEST_RECOVERY:.3f} can be known, {len(HELD_OUT)} "
                 "held out")
 
+    def length(self, number):
+        if self.training.shortest is None:
+            return self.longest
+        rng = np.random.default_rng((self.training.seed, number, 2))
+        return int(rng.integers(min(self.training.shortest, self.longest), self.longest + 1))
+
     def made(self, numbers):
-        return [backbone(self.training.seed, number, self.config.seq_len) for number in numbers]
+        return [(*backbone(self.training.seed, number, length), np.arange(length))
+                for number, length in ((number, self.length(number)) for number in numbers)]
+
+    def seen(self, numbers):
+        """Chains to learn from, by their numbers."""
+        return self.made(BESIDE.stop + number for number in numbers)
+
+    def unseen(self):
+        return self.made(HELD_OUT)
+
+    def beside(self):
+        """Others, whose residues say which one is the commonest."""
+        return self.made(BESIDE)
+
+    def seen_length(self, number):
+        return self.length(BESIDE.stop + number)
 
     def batch(self, step):
-        count = self.training.batch_size
-        first = BESIDE.stop + step * count
+        count, width = self.training.batch_size, self.longest
+        numbers = range(step * count, (step + 1) * count)
+        if self.training.enable_bucketing:  # of BLOCK batches, sorted by length, the one whose turn it is
+            block, place = divmod(step, BLOCK)
+            of_block = sorted(range(block * BLOCK * count, (block + 1) * BLOCK * count), key=self.seen_length)
+            place = np.random.default_rng((self.training.seed, block, 4)).permutation(BLOCK)[place]
+            numbers = of_block[place * count:(place + 1) * count]
+            width = bucket(max(map(self.seen_length, numbers)), self.longest)
         rng = np.random.default_rng((self.training.seed, step, 1))
-        return batch_of(rng, self.made(range(first, first + count)), self.config.neighbors)
+        backbones, present, places = padded(self.seen(numbers), width)
+        return batch_of(rng, backbones, self.config.neighbors, present, places)
 
     def evaluation(self):
         """Batches of one protein that is held out."""
-        for each in self.made(HELD_OUT):
-            yield batch_of(np.random.default_rng((self.training.seed, 3)), [each], self.config.neighbors)
+        for each in self.unseen():
+            backbones, present, places = padded([each], self.longest)
+            yield batch_of(np.random.default_rng((self.training.seed, 3)), backbones, self.config.neighbors,
+                           present, places)
 
     def constant(self):
         """(the commonest residue of other proteins, its share of the residues held out)"""
-        beside, asked = (np.bincount(np.concatenate([tokens for tokens, _ in self.made(numbers)]),
-                                     minlength=20) for numbers in (BESIDE, HELD_OUT))
+        beside, asked = (np.bincount(np.concatenate([chain[0] for chain in chains]), minlength=UNKNOWN + 1)
+                         [:UNKNOWN] for chains in (self.beside(), self.unseen()))
         return LETTERS[beside.argmax()], float(asked[beside.argmax()] / asked.sum())
 
     def check_batch(self):
         """Backbones in two chains, the last one with padding, each with an unknown residue."""
-        length, count = self.config.seq_len, self.training.batch_size
-        found, present = self.made(range(count)), np.ones((count, length), bool)
-        for tokens, _ in found:
+        length, count = self.longest, self.training.batch_size
+        backbones, present, places = padded(self.seen(range(count)), length)
+        for tokens, _ in backbones:
             tokens[1] = UNKNOWN
         present[-1, length - length // 4:] = False
-        return batch_of(np.random.default_rng(0), found, self.config.neighbors, present,
+        return batch_of(np.random.default_rng(0), backbones, self.config.neighbors, present, places,
                         chain=np.arange(length) >= length // 2)
 
     def evaluate(self, trainer, stop):
@@ -116,11 +169,79 @@ class Backbones(Data):
         letter, share = self.constant()
         found = dict(recovery=right / max(count, 1), perplexity=math.exp(min(nll / max(count, 1), 100.0)),
                      residues=int(count), constant=letter, constant_recovery=share)
-        line = ("Held-out recovery {recovery:.3f} of {best:.3f}, perplexity {perplexity:.2f}, {residues} "
-                "residues; always {constant}: {constant_recovery:.3f}")
-        return Evaluation(line.format(best=BEST_RECOVERY, **found),
+        line = ("Held-out recovery {recovery:.3f}{best}, perplexity {perplexity:.2f}, {residues} residues; "
+                "always {constant}: {constant_recovery:.3f}")
+        return Evaluation(line.format(best=f" of {self.best:.3f}" if self.best else "", **found),
                           {f"held-out {name}": found[name] for name in ("recovery", "perplexity")},
                           details=found)
+
+
+class RealBackbones(Backbones):
+    """Chains of the structures in a directory, some files of which are held out, by a hash of their names."""
+    best = None  # nobody knows
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        place = self.training.data
+        try:
+            names = sorted(os.listdir(place))
+        except OSError as error:
+            raise UserError(f"--data {place}: {error.strerror}") from None
+        self.chains, self.others, self.names, self.held_out = [], [], [], []
+        for stem, name in ((split_suffix(name)[0], name) for name in names if name[0] != "."):
+            if split_suffix(name)[1] not in STRUCTURE_SUFFIXES:
+                continue
+            held = int.from_bytes(hashlib.sha256(stem.encode()).digest(), "big") % ONE_IN == 0
+            (self.held_out if held else self.names).append(stem)
+            (self.others if held else self.chains).extend(chains_of(os.path.join(place, name)))
+        if not (self.chains and self.others):
+            raise UserError(f"--data {place}: {counted(len(self.names), 'structure')} to learn from, "
+                            f"{len(self.held_out)} held out, which one in {ONE_IN} is by its name; NAME"
+                            f"{', '.join(STRUCTURE_SUFFIXES)} with backbones are needed for both")
+
+    def describe(self):
+        return (f"{counted(len(self.chains), 'chain')} of {self.training.data}, {len(self.others)} held out, "
+                f"none used beyond {self.longest} residues")
+
+    def chain_of(self, number):
+        """Every chain once, in another order each time."""
+        turn, place = divmod(number, len(self.chains))
+        order = np.random.default_rng((self.training.seed, turn, 5)).permutation(len(self.chains))
+        return self.chains[order[place]]
+
+    def seen_length(self, number):
+        return min(len(self.chain_of(number)[0]), self.longest)
+
+    def seen(self, numbers):
+        """A stretch of each chain that is longer than a sample."""
+        found = []
+        for number in numbers:
+            chain = self.chain_of(number)
+            room = max(len(chain[0]) - self.longest, 0)
+            start = np.random.default_rng((self.training.seed, number, 6)).integers(room + 1)
+            found.append(tuple(part[start:start + self.longest] for part in chain))
+        return found
+
+    def unseen(self):
+        return [tuple(part[:self.longest] for part in chain) for chain in self.others]
+
+    def beside(self):
+        return self.chains
+
+
+def chains_of(path):
+    """The chains of a structure, each sequence once, without residues that lack an atom of the backbone."""
+    found = {}
+    for chain in read_structure(path):
+        whole = np.isfinite(chain.backbone).all((1, 2))
+        if whole.sum() > 1:
+            found.setdefault(chain.sequence[whole].tobytes(), (
+                chain.sequence[whole].astype(np.int64), chain.backbone[whole], np.flatnonzero(whole)))
+    return list(found.values())
+
+
+def open_source(settings):
+    return (RealBackbones if settings.training.data else Backbones)(settings)
 
 
 def recovery(log_probs, targets):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A laboratory of kernel fusion: six patterns, each written several ways, and which of them to use.
+"""A laboratory of kernel fusion: ten patterns, each written several ways, and which of them to use.
 
     python companions/fusion_patterns.py                                      # every pattern
     python companions/fusion_patterns.py --patterns topk scores --rounds 20
@@ -10,7 +10,8 @@ It answers for each pattern whether a kernel of your own is worth writing. Plain
 Triton kernel (companions/kernels/patterns.py) and the library's fused operation are held against float64,
 then timed by turns, beside the bytes that have to be moved. Each pattern gets a verdict, FUSE, LIBRARY or
 DON'T, for a forward pass and for one with backward, in which residual + norm alone has a kernel of ours. The
-register ladder compiles that kernel for GPUs that need not be here, and shows which rows are too wide for it.
+register ladder compiles that kernel for GPUs that need not be here, and shows which rows are too wide for it,
+and how many warps a multiprocessor can hold at once.
 
 Reading order: PATTERNS, measure, verdict, rung.
 """
@@ -31,14 +32,13 @@ files.quiet(__name__, "torch")
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from companions.kernels import EPS
 from evoformer_kernels.limits import HAS_TRITON
 from evoformer_kernels.precision import at_least_float32
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
-from fusion_lab.measuring.counters import is_view
+from fusion_lab.measuring.flops import Traffic
 from fusion_lab.measuring.roofline import copy_ceiling
 from fusion_lab.measuring.tables import cell, markdown
 from fusion_lab.training.flags import Parser, whole_number
@@ -83,6 +83,18 @@ def plain_masked_softmax(q, k, mask):
     return scores.masked_fill(mask[:, None] == 0, float("-inf")).softmax(-1)
 
 
+def plain_causal_softmax(q, k):
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(later, float("-inf")).softmax(-1)
+
+
+def folded(x, w, weight, bias, mean, var):
+    """The batch norm within the convolution's weights, as for inference."""
+    scale = weight * torch.rsqrt(var + EPS)
+    return F.conv2d(x, w * scale[:, None, None, None], bias - mean * scale, padding=1).relu()
+
+
 def far_apart(x):
     """x, in whose rows the largest entries differ by more than a rounding: all ways choose the same ones."""
     x[:, 7 * torch.arange(1, KEPT + 2)] = 6 + 0.5 * torch.arange(KEPT + 1.0)
@@ -96,24 +108,40 @@ def present(heads, L):
 
 @dataclass(frozen=True)
 class Pattern:
-    """Operations that could be one. make(*sizes): its tensors, of which masks get no gradient. Ways are
-    functions of the tensors."""
+    """Operations that could be one. make(*sizes): its tensors, of which masks and the last `fixed` get no
+    gradient. Ways are functions of the tensors."""
     title: str
     on_cpu: tuple
     on_gpu: tuple
     make: Callable
     plain: Callable
-    ours: Callable
+    ours: Callable | None
     library: Callable | None = None
+    fixed: int = 0
 
 
 normal = torch.randn
-PATTERNS = dict(
-    gelu=Pattern(
-        "linear + bias + GELU", (256, 512, 512), (8192, 4096, 4096),
+
+
+def of_linear(name, activation):
+    """A product, its bias and an activation."""
+    return Pattern(
+        f"linear + bias + {name}", (256, 512, 512), (8192, 4096, 4096),
         lambda m, n, k: [normal(m, k), k ** -0.5 * normal(n, k), normal(n)],
-        lambda x, w, b: F.gelu(x @ w.t() + b, approximate="tanh"), lambda *t: kernels.linear_gelu(*t),
-        lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh")),
+        lambda x, w, b: activation(x @ w.t() + b), lambda *t: kernels.linear(*t, name.lower()),
+        lambda x, w, b: activation(F.linear(x, w, b)))
+
+
+PATTERNS = dict(
+    conv=Pattern(
+        "convolution + batch norm + ReLU", (4, 32, 32), (32, 256, 56),
+        lambda n, c, side: [normal(n, c, side, side), (9 * c) ** -0.5 * normal(c, c, 3, 3), normal(c),
+                            normal(c), 0.1 * normal(c), 0.5 + torch.rand(c)],
+        lambda x, w, weight, bias, mean, var: F.batch_norm(F.conv2d(x, w, padding=1), mean, var, weight, bias,
+                                                           eps=EPS).relu(),
+        None, folded, fixed=6),  # which is for inference
+    gelu=of_linear("GELU", partial(F.gelu, approximate="tanh")), relu=of_linear("ReLU", F.relu),
+    silu=of_linear("SiLU", F.silu),
     add_norm=Pattern(
         "residual + LayerNorm", (1024, 1024), (16384, 4096),
         lambda r, w: [normal(r, w), normal(r, w), normal(w), normal(w)],
@@ -132,7 +160,11 @@ PATTERNS = dict(
     scores=Pattern(
         "scores + mask + softmax", (8, 256, 32), (64, 2048, 64),
         lambda h, L, d: [normal(h, L, d), normal(h, L, d), present(h, L)],
-        plain_masked_softmax, lambda *t: kernels.masked_softmax(*t)))
+        plain_masked_softmax, lambda *t: kernels.masked_softmax(*t)),
+    causal=Pattern(
+        "scores + causal mask + softmax", (8, 256, 32), (64, 2048, 64),
+        lambda h, L, d: [normal(h, L, d), normal(h, L, d)],
+        plain_causal_softmax, lambda *t: kernels.masked_softmax(*t)))
 
 
 # --- Right, and how fast --------------------------------------------------------------------------------
@@ -141,8 +173,9 @@ PATTERNS = dict(
 def tensors_of(pattern, sizes, dtype, device):
     """Its tensors, random."""
     torch.manual_seed(0)
-    return [t.to(device, dtype).requires_grad_() if t.is_floating_point() else t.to(device)
-            for t in pattern.make(*sizes)]
+    made = pattern.make(*sizes)
+    return [t.to(device, dtype).requires_grad_(number < len(made) - pattern.fixed) if t.is_floating_point()
+            else t.to(device) for number, t in enumerate(made)]
 
 
 def ways_of(pattern, compiled, on_gpu):
@@ -150,7 +183,8 @@ def ways_of(pattern, compiled, on_gpu):
     found = dict(plain=pattern.plain)
     if compiled:
         found["compiled"] = torch.compile(pattern.plain, dynamic=False)
-    found["ours"] = pattern.ours if HAS_TRITON and on_gpu else None
+    if pattern.ours:
+        found["ours"] = pattern.ours if HAS_TRITON and on_gpu else None
     if pattern.library:
         found["library"] = pattern.library
     return found
@@ -204,21 +238,6 @@ def by_turns(calls, device, rounds):
     return {name: quantiles(timer.seconds()[2:, 0] / repeats) for name, timer in timers.items()}
 
 
-class Traffic(TorchDispatchMode):
-    """Bytes that operations read and write, each of them for itself; views are free."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if not is_view(func):
-            leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
-            self.bytes += sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor))
-        return result
-
-
 def measure(name, device, rounds, compiled):
     """Everything about one pattern, as JSON."""
     pattern, on_gpu = PATTERNS[name], device.type == "cuda"
@@ -234,9 +253,10 @@ def measure(name, device, rounds, compiled):
     with torch.no_grad():
         forward = by_turns(calls, device, rounds)
     trained = [name for name, call in calls.items() if call()[0].requires_grad]
-    both = by_turns({name: partial(step, right[name], tensors) for name in trained}, device, rounds)
+    both = by_turns({name: partial(step, right[name], tensors) for name in trained}, device, rounds) if (
+        trained) else {}
     return dict(
-        name=name, title=pattern.title, sizes=list(sizes), dtype=str(dtype)[6:], plain_bytes=traffic.bytes,
+        name=name, title=pattern.title, sizes=list(sizes), dtype=str(dtype)[6:], plain_bytes=traffic.total,
         least_bytes=least, verdict=dict(forward=verdict(forward), both=verdict(both)),
         ways=[dict(name=name, reason=reasons.get(name), forward=forward.get(name), both=both.get(name))
               for name in ways])
@@ -245,6 +265,8 @@ def measure(name, device, rounds, compiled):
 def verdict(times):
     """(FUSE, LIBRARY, DON'T or NONE, why) from {way: (p20, median, p80)}: a way wins where its slow runs are
     faster than the other's fast ones."""
+    if not times:
+        return "NONE", "it has no backward pass"
     gains = {name: f"{name} {times['plain'][1] / found[1]:.2f}x plain" for name, found in times.items()}
     if set(times) == {"plain"}:
         return "NONE", "only plain code ran, so there is nothing to compare"
@@ -263,6 +285,31 @@ def verdict(times):
 # --- The register ladder --------------------------------------------------------------------------------
 
 WIDTHS, WARPS = (1024, 4096, 16384, 65536), (4, 8, 16)
+
+
+# Of a multiprocessor or compute unit: warps, threads in one, registers, bytes of shared memory, and of these
+# how many a program loses. By NVIDIA's CUDA programming guide and AMD's instruction set guides; all have four
+# parts, in which registers come by eights.
+UNITS = dict(sm_80=(64, 32, 65536, 164 * 1024, 1024), sm_90=(64, 32, 65536, 228 * 1024, 1024),
+             gfx90a=(32, 64, 131072, 64 * 1024, 0), gfx942=(32, 64, 131072, 64 * 1024, 0),
+             gfx950=(32, 64, 131072, 160 * 1024, 0))
+
+
+def occupancy(target, registers, shared, warps):
+    """The share of the warps that could be resident which are, for programs of so many warps that take so
+    many registers a thread and bytes of shared memory; None for a GPU that is not in the table."""
+    if target not in UNITS:
+        return None
+    most, threads, file, memory, lost = UNITS[target]
+    resident = 4 * min(most // 4, file // 4 // (threads * -(-max(registers, 1) // 8) * 8))
+    programs = min(resident // warps, 32, memory // (shared + lost) if shared + lost else most)
+    return programs * warps / most
+
+
+def architecture(device):
+    """Of a GPU that is here, as UNITS has it."""
+    found = torch.cuda.get_device_properties(device)
+    return found.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{found.major}{found.minor}"
 
 
 def rung(width, warps, target, device):
@@ -286,16 +333,18 @@ def rung(width, warps, target, device):
             with ahead_of_time.compiling(target) as launches:
                 run()
             compiled = launches[0].compiled
-        found[name] = dict(ahead_of_time.resources(compiled), milliseconds=(
+        used = ahead_of_time.resources(compiled)
+        held = occupancy(architecture(device) if here else target, used["registers"], used["shared"], warps)
+        found[name] = dict(used, occupancy=held, milliseconds=(
             min(tuner.milliseconds(run) for _ in range(5)) if here else None))
     return found
 
 
 def ladder_line(found):
-    """A rung; of each kernel registers (spills), and the time if there is one."""
-    cells = [f"{s['registers']} ({s['spills']})" + cell(s["milliseconds"], " .3f", 1, " ms")
-             for s in (found["forward"], found["backward"])]
-    return f"  {found['width']:6d} {found['warps']:6d}  {found['target']:12s}  {cells[0]:18s}  {cells[1]}"
+    """A rung; of each kernel registers (spills), occupancy, and the time if there is one."""
+    cells = [f"{s['registers']} ({s['spills']})" + cell(s["occupancy"], " .0f", 100, "%")
+             + cell(s["milliseconds"], " .3f", 1, " ms") for s in (found["forward"], found["backward"])]
+    return f"  {found['width']:6d} {found['warps']:6d}  {found['target']:12s}  {cells[0]:24s}  {cells[1]}"
 
 
 # --- The report -----------------------------------------------------------------------------------------
@@ -329,7 +378,7 @@ def arguments_of(argv):
     parser.add_argument("--rounds", type=whole_number(2), default=9, metavar="N",
                         help="times each way is timed (default: 9)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: auto)")
-    parser.add_argument("--ladder", nargs="*", metavar="GPU", choices=TARGETS, default=[],
+    parser.add_argument("--ladder", nargs="*", metavar="GPU", choices=TARGETS or None, default=[],
                         help=f"a register ladder for these of {', '.join(TARGETS)} (default: none)")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile (default: off)")
     parser.add_argument("--retune", action="store_true", help="measure our kernels' tiles (default: off)")
@@ -342,6 +391,8 @@ def arguments_of(argv):
 
 def run(argv):
     options = arguments_of(argv)
+    if options.ladder:
+        files.require_packages("fusion_patterns.py --ladder", "triton")
     device = choose_device(options.device)
     on_gpu = device.type == "cuda"
     if (options.retune or "here" in options.ladder) and not (on_gpu and HAS_TRITON):
@@ -359,8 +410,8 @@ def run(argv):
             results.append(measure(name, device, options.rounds, not options.no_compile))
             print_pattern(results[-1], copy)
     if options.ladder:
-        print("Register ladder of residual + LayerNorm, a row a program: registers (spills)\n"
-              "   width  warps  GPU           forward             backward")
+        print("Register ladder of residual + LayerNorm, a row a program: registers (spills), occupancy\n"
+              "   width  warps  GPU           forward                   backward")
     for target, width, warps in itertools.product(options.ladder, WIDTHS, WARPS):
         steps.append(rung(width, warps, target, device))
         print(ladder_line(steps[-1]), flush=True)

@@ -3,11 +3,12 @@
 
     python companions/protein_mpnn.py                    # a small first run
     python companions/protein_mpnn.py --compare-fusion   # what a switch buys
+    python companions/protein_mpnn.py --data DIR --seq-len 512 --enable-bucketing  # your structures
 
 This companion shows that algebra comes before kernels, on a graph with gathers where the Evoformer is dense.
 A message is W3 gelu(W2 gelu(W1 [h_i; e_ij; h_j])). W1 of a concatenation is a sum, and W3 may come after the
 sum over neighbours, so half of the arithmetic was never needed. The model is that of Dauparas et al. 2022
-(doi:10.1126/science.add2187) under its authors' parameter names; its backbones are made here (backbones.py).
+(doi:10.1126/science.add2187) under its authors' parameter names; for its backbones see backbones.py.
 Reading order: first_layer and Messages, fused and plain side by side, then EncLayer, DecLayer, ProteinMPNN.
 
 Letters in shape comments: B proteins, L residues, k neighbours, D channels, n = B L.
@@ -25,7 +26,7 @@ files.quiet(__name__)
 from evoformer_kernels.limits import CHANNELS, HAS_TRITON, runs
 from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
-from fusion_lab.training.program import Model, Program
+from fusion_lab.training.program import Cost, Model, Program
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,17 @@ class MpnnConfig(Checked):
     neighbors: int = option(48, "neighbours k of a residue; a chain has at most as many as residues", low=1)
     seq_len: int = option(128, "residues L of a sample", low=1, resized=True)
     dropout: float = option(0.1, "dropout in all layers", low=0.0, below=1.0, resized=True)
+
+
+@dataclass(frozen=True)
+class MpnnTraining(TrainingConfig):
+    """Backbones, and how batches are made of them."""
+    data: str = option(None, "directory of structures, NAME.pdb or NAME.cif; default: built-in backbones",
+                       type=str, metavar="DIR", read=True)
+    shortest: int = option(None, "built-in backbones have from so many residues on up to --seq-len; default: "
+                                 "all have --seq-len", low=2, type=int)
+    enable_bucketing: bool = option(False, "batches of chains of like lengths, padded to 32, 64, 128 ... "
+                                           "residues instead of --seq-len; a CUDA graph for each length")
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,7 @@ class MpnnSwitches(Switches):
 
 KNOWN = dict(
     file=__file__, about=__doc__, suffix="protein_mpnn", version="protein_mpnn", model_config=MpnnConfig,
-    training_config=TrainingConfig, fusion_config=MpnnSwitches, axes=dict(batch_size="B", seq_len="L"),
+    training_config=MpnnTraining, fusion_config=MpnnSwitches, axes=dict(batch_size="B", seq_len="L"),
     demo=dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64, batch_size=8, learning_rate=2e-3,
               num_steps=300, log_every=20, eval_every=100))
 
@@ -269,7 +281,7 @@ class ProteinMPNN(nn.Module, Model):
                 nn.init.xavier_uniform_(parameter)
         if fusion.enable_torch_compile:  # all layers of a kind run the same code: one compilation each
             for module in (self.features, *self.encoder_layers, *self.decoder_layers):
-                module.compile(dynamic=False, mode=fusion.torch_compile_mode)
+                module.compile(dynamic=False, mode=fusion.compile_mode)
 
     def forward(self, X, S, mask, residue_idx, chain, decoding_order, E_idx=None, targets=None):
         """X (B, L, 4, 3) N, CA, C, O in Å; all else (B, L): residues S, mask (1 = present), residue_idx,
@@ -334,12 +346,53 @@ class ProteinMPNN(nn.Module, Model):
     def defined(self, output, batch):
         return dict(log_probs=output["log_probs"] * batch["mask"][:, :, None], loss=output["loss"])
 
+    @staticmethod
+    def least_bytes(settings):
+        """What is kept of edges: their features, and by an encoder's layer its input and three products, by a
+        decoder's two; but where layers are recomputed only inputs, and one layer."""
+        c, training, lean = settings.model, settings.training, settings.fusion.enable_activation_checkpointing
+        length = min(c.seq_len, backbones.SHORTEST_BUCKET) if training.enable_bucketing else c.seq_len
+        edges = training.batch_size * length * min(c.neighbors, length)
+        products = c.num_layers + 4 if lean else 6 * c.num_layers
+        return edges * (25 * RBF + products * c.hidden_dim) * (2 if training.use_amp else 4)
+
+    def costs(self, training):
+        """Of one ideal kernel for each of: features; W_e; a message with its update; an edge's update; the
+        edges' share for all decoder layers. What is between their products stays on the chip, and backward
+        computes it again."""
+        c, element, layers = self.config, 2 if training.use_amp else 4, self.config.num_layers
+        n = training.batch_size * c.seq_len
+        k = min(c.neighbors, c.seq_len)
+        node, index, atoms = n * c.hidden_dim * element, 8 * n * k, 48 * n  # one pass over each
+        edge = k * node
+        features = edge + index + atoms
+        encoder = Cost.of(self.encoder_layers[0], 3 * edge + 4 * node + 2 * index,
+                          6 * edge + 8 * node + 2 * index, element)
+        decoder = Cost.of(self.decoder_layers[0], edge + 6 * node + index, 2 * edge + 12 * node + index,
+                          element)
+        shared = edge * self.fusion.enable_edge_fusion
+        return dict(features=Cost.of(self.features, features, features, element),
+                    W_e=Cost.of(self.W_e, 2 * edge, 3 * edge, element),
+                    encoder=encoder.times(layers), decoder=decoder.times(layers),
+                    decoder_edges=Cost(None, (1 + layers) * shared, (2 + layers) * shared))
+
     def in_words(self, dtype):
         return dict(sizes="{num_layers}+{num_layers} layers, D {hidden_dim}, k {neighbors}".format(
             **vars(self.config)))
 
 
-PROGRAM = Program(**KNOWN, model=ProteinMPNN, data=backbones.Backbones, trainer=Trainer)
+class GraphsByLength(Trainer):
+    """A captured step for each shape of batches, of which bucketing makes a few."""
+
+    def graphed_step(self, batch, mark):
+        graphs = vars(self).setdefault("graphs", {})
+        self.graph = graphs.get(batch["E_idx"].shape)
+        loss = super().graphed_step(batch, mark)
+        graphs[batch["E_idx"].shape] = self.graph
+        return loss
+
+
+PROGRAM = Program(**KNOWN, model=ProteinMPNN, data=backbones.open_source, trainer=GraphsByLength)
 
 if __name__ == "__main__":
     sys.exit(main(program=PROGRAM))

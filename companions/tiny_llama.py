@@ -26,7 +26,7 @@ from companions.kernels import ULTRA_WIDTHS
 from evoformer_kernels.limits import HAS_TRITON, runs
 from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
-from fusion_lab.training.program import Model, Program
+from fusion_lab.training.program import Cost, Model, Program
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ from tiny_openfold_v2 import Trainer, main
 
 if HAS_TRITON:
     from companions.kernels import gated_rotary
+    from evoformer_kernels.swiglu import swiglu
 
 # --- The block and its four parts, fused and plain side by side -----------------------------------------
 
@@ -187,7 +188,7 @@ class FusedSwiGLU(PackedProjections):
 
     def forward(self, x):
         if self.fusion.enable_pointwise_kernel and self.packings and runs(x):
-            return self.down_proj(gated_rotary.swiglu(self.gate_up_proj(x)))
+            return self.down_proj(swiglu(self.gate_up_proj(x)))
         gate, up = self.project(x)
         return self.down_proj(F.silu(gate) * up)
 
@@ -253,7 +254,7 @@ class TinyLlama(nn.Module, Model):
         self.enable_ultra_mode(fusion.enable_ultra_block)
         if fusion.enable_torch_compile:  # all blocks run the same code, so only the first one compiles
             for module in (*(() if fusion.enable_ultra_block else self.model.layers), self.lm_head):
-                module.compile(fullgraph=True, dynamic=False, mode=fusion.torch_compile_mode)
+                module.compile(fullgraph=True, dynamic=False, mode=fusion.compile_mode)
 
     def initialise(self):
         """Outputs as large as inputs, so that a few hundred steps suffice, where LLaMA's 0.02 is made for
@@ -292,6 +293,33 @@ class TinyLlama(nn.Module, Model):
             return []
         return [*((name, getattr(block, name)) for block in self.model.layers for name in self.SUBLAYERS[:4]),
                 ("norm", self.model.norm), ("lm_head", self.lm_head)]
+
+    @staticmethod
+    def least_bytes(settings):
+        """Weights with their gradients, and what every block keeps: its input, Q, K, V and their output, and
+        both halves of SwiGLU; but where blocks are recomputed only inputs, and one block."""
+        c, fusion = settings.model, settings.fusion
+        positions = settings.training.batch_size * c.seq_len * (2 if settings.training.use_amp else 4)
+        qkv = c.hidden_size * (c.num_heads + 2 * c.num_kv_heads) // c.num_heads
+        kept = positions * (2 * c.hidden_size + qkv + 2 * c.intermediate_size)
+        weights = c.hidden_size * (c.hidden_size + qkv + 3 * c.intermediate_size) * c.num_layers
+        lean = fusion.enable_activation_checkpointing or fusion.enable_ultra_block
+        inputs = positions * c.hidden_size * (c.num_layers - 1)
+        return 8 * weights + (kept + inputs if lean else c.num_layers * kept)
+
+    def costs(self, training):
+        """Of one ideal kernel for each of: a norm; Q, K, V; attention; its output; SwiGLU and the head, which
+        keep what is wide on the chip and compute it again in backward."""
+        c, block, element = self.config, self.model.layers[0], 2 if training.use_amp else 4
+        x = training.batch_size * c.seq_len * c.hidden_size * element  # one pass over (B, S, c)
+        qkv = x * (c.num_heads + 2 * c.num_kv_heads) // c.num_heads
+        norm = Cost.of(block.input_layernorm, 2 * x, 3 * x, element)
+        of_a_block = dict(input_layernorm=norm, post_attention_layernorm=norm,
+                          self_attn=Cost.of(block.self_attn, 4 * x + 2 * qkv, 7 * x + 3 * qkv, element),
+                          mlp=Cost.of(block.mlp, 2 * x, 3 * x, element))
+        head = self.model.embed_tokens if c.tie_word_embeddings else self.lm_head
+        return {**{name: cost.times(c.num_layers) for name, cost in of_a_block.items()},
+                "norm": norm, "lm_head": Cost.of(head, x, 2 * x, element)}
 
     def in_words(self, dtype):
         c, weight = self.config, self.model.embed_tokens.weight

@@ -15,8 +15,10 @@ import torch
 from evoformer_kernels.limits import HAS_TRITON
 from evoformer_kernels.precision import product_dtype
 from fusion_lab.measuring.bench import contest, contest_table, failed
+from fusion_lab.measuring.counters import OpCounter, gpu_kernels
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.directory import RunDirectory
+from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
@@ -103,10 +105,43 @@ class Forward:
 
 
 def rows_of(make, program, settings, device):
-    """Rows of make(program, settings, device) under the switches of each way."""
-    made = {name: partial(make, program, settings.having(**switches), device)
-            for name, switches in WAYS.items()}
-    return contest(made, "", program.data(settings).check_batch(), device, ROUNDS)
+    """Rows of make(program, settings, device) under the switches of each way, with tokens/s and launches."""
+    trainers, batch = {}, program.data(settings).check_batch()
+
+    def keep(name, switches):
+        trainers[name] = make(program, settings.having(**switches), device)
+        return trainers[name]
+    made = {name: partial(keep, name, switches) for name, switches in WAYS.items()}
+    rows = contest(made, "", batch, device, ROUNDS)
+    for row in (row for row in rows if "median" in row):
+        row["tokens_per_second"] = batch["ids"].numel() / row["median"]
+        row["launches"] = launches(partial(trainers[row["name"]].step, to_device(batch, device)), device)
+    return rows
+
+
+def launches(step, device):
+    """Kernels of a step on a GPU, replayed graphs' among them; operations on a CPU."""
+    if device.type == "cuda":
+        return len(gpu_kernels(step))
+    with OpCounter() as counter:
+        step()
+    return counter.launches
+
+
+def beside(rows):
+    """Launches and tokens/s of each way, below the table of times."""
+    return [f"  {row['name']}: {row['launches']} launches, {row['tokens_per_second']:,.0f} tokens/s"
+            for row in rows if "median" in row]
+
+
+def over_all(shapes, part):
+    """The speed-ups of ultra-fused blocks over eager code at all shapes: (best, mean, tokens/s at most), None
+    where not all ran."""
+    found = [{row["name"]: row for row in shape[part]["rows"] if "median" in row} for shape in shapes]
+    if not all({ULTRA, EAGER} <= rows.keys() for rows in found):
+        return None
+    gains = [rows[EAGER]["median"] / rows[ULTRA]["median"] for rows in found]
+    return max(gains), sum(gains) / len(gains), max(rows[ULTRA]["tokens_per_second"] for rows in found)
 
 
 def verdict(rows):
@@ -138,12 +173,17 @@ def compare_ultra(program, settings):
         for part, make in (("forward", Forward), ("training step", program.trainer)):
             rows = rows_of(make, program, chosen, device)
             shapes[-1][part] = dict(rows=rows, verdict=verdict(rows))
-            print(contest_table(f"B {batch_size}, S {length}, {part}", rows))
-            print(f"Verdict: {verdict(rows)}\n", flush=True)
+            print(contest_table(f"B {batch_size}, S {length}, {part}", rows), *beside(rows),
+                  f"Verdict: {verdict(rows)}\n", sep="\n", flush=True)
             torch.cuda.empty_cache()
+    overall = {part: over_all(shapes, part) for part in ("forward", "training step")}
+    for part, found in overall.items():
+        if found:
+            print("{}: maximum speed-up {:.2f}x, average {:.2f}x, peak throughput {:,.0f} tokens/s".format(
+                part.capitalize(), *found))
     broken = [name for shape in shapes for part in ("forward", "training step")
               for name in failed(shape[part]["rows"], ULTRA)]
-    path = directory.write("ultra_comparison", dict(mode="compare_ultra", shapes=shapes,
+    path = directory.write("ultra_comparison", dict(mode="compare_ultra", shapes=shapes, overall=overall,
                                                     system_info=system_info(device)))
     print_result(dict(mode="compare_ultra"), path, settings)
     return FAILED if broken else 0

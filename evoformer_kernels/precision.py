@@ -6,6 +6,26 @@ import torch
 HALF = (torch.float16, torch.bfloat16)  # in which alone kernels run on a GPU
 
 
+def tf32_products():
+    """Whether float32 matrix products may run in TF32. A torch that has the newer setting refuses to tell the
+    older one once anybody used the newer one."""
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+
+
+# What torch.compiler.assume_constant_result() does, which would import the compiler: it cannot read the newer
+# setting, and compiles again where that has changed.
+tf32_products._dynamo_marked_constant = True
+
+
+def set_tf32_products(on):
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):
+        matmul.fp32_precision = "tf32" if on else "ieee"
+    else:
+        matmul.allow_tf32 = on
+
+
 def at_least_float32(dtype):
     """The dtype of softmax, sums, counts and losses."""
     return torch.promote_types(dtype, torch.float32)
@@ -13,7 +33,7 @@ def at_least_float32(dtype):
 
 def strict_float32(dtype):
     """Whether matrix products of tensors of this dtype are float32 throughout, without TF32."""
-    return dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    return dtype == torch.float32 and not tf32_products()
 
 
 def product_dtype(x):

@@ -1,20 +1,22 @@
-"""The console commands of the installed package. Each runs a program's file as a script: its flags are judged
-before torch is imported, and Ctrl-C is one line, as if Python had been given the file."""
+"""The console commands of the installed package. Each runs a module as a script: its flags are judged before
+torch is imported, and Ctrl-C is one line, as if Python had been given the file."""
 import functools
 import os
 import runpy
 import sys
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-COMMANDS = {"tinyopenfold": "tiny_openfold_v2.py", "tinyopenfold-profile": "run_pytorch_profiler.py",
-            "tinyopenfold-study": "launch_performance_study.py"}
+COMMANDS = {  # {command: (the file that starts the same in a clone, the module)}
+    "tinyopenfold": ("tiny_openfold_v2.py", "tiny_openfold_v2"),
+    "tinyopenfold-profile": ("run_pytorch_profiler.py", "fusion_lab.profiler.command"),
+    "tinyopenfold-study": ("launch_performance_study.py", "fusion_lab.study.command")}
 TYPED = {}  # {file: the command that the user typed for it}
 
 
 def run(command):
     """Run the program of a command, under whatever name it was installed or linked."""
-    TYPED[COMMANDS[command]] = os.path.basename(sys.argv[0])
-    runpy.run_path(os.path.join(ROOT, COMMANDS[command]), run_name="__main__")
+    file, module = COMMANDS[command]
+    TYPED[file] = os.path.basename(sys.argv[0])
+    runpy.run_module(module, run_name="__main__")
 
 
 trainer, profile, study = (functools.partial(run, command) for command in COMMANDS)

@@ -20,9 +20,25 @@ from fusion_lab.training import files
 
 files.quiet(__name__)
 
-from fusion_lab.training.files import UserError, exit_code, require_packages
+from fusion_lab.training.files import MISSING, UserError, exit_code, interpreter_fault, require_packages
 from fusion_lab.training.flags import Parser
 
+PUZZLES = {path.name[1]: path for path in sorted(HERE.glob("p*_*.py"))}
+
+
+def parse(argv=None):
+    parser = Parser(prog="check.py", description=__doc__)
+    parser.add_argument("numbers", nargs="+", choices=PUZZLES, metavar="N", help="of puzzles: 1 to 8")
+    parser.add_argument("--answer", type=pathlib.Path, metavar="FILE",
+                        help="a file whose functions replace those of the same name (default: none)")
+    arguments = parser.parse_args(argv)
+    if arguments.answer and not arguments.answer.is_file():
+        parser.error(f"argument --answer: {arguments.answer}: no such file")
+    return arguments
+
+
+if __name__ == "__main__":
+    exit_code(parse, None, "check.py")  # for its errors, before torch and Triton are needed
 require_packages("check.py", "torch", "triton")
 
 import torch
@@ -165,15 +181,12 @@ def check(path, own, own_file):
 
 
 def main(argv=None):
-    puzzles = {path.name[1]: path for path in sorted(HERE.glob("p*_*.py"))}
-    parser = Parser(prog="check.py", description=__doc__)
-    parser.add_argument("numbers", nargs="+", choices=puzzles, metavar="N", help="of puzzles: 1 to 8")
-    parser.add_argument("--answer", type=pathlib.Path, metavar="FILE",
-                        help="a file whose functions replace those of the same name (default: none)")
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
+    if DEVICE == "cpu" and (fault := interpreter_fault()):
+        raise UserError(fault, MISSING)
     own = {name: value for name, value in vars(load(arguments.answer)).items()
            if not name.startswith("__")} if arguments.answer else {}
-    return int(not all([check(puzzles[n], own, str(arguments.answer)) for n in arguments.numbers]))
+    return int(not all([check(PUZZLES[n], own, str(arguments.answer)) for n in arguments.numbers]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Fixtures and rules for all tests: none is run without its GPU, none leaves a process behind."""
 import contextlib
 import ctypes
+import importlib.util
 import os
 import pathlib
 import signal
@@ -10,6 +11,7 @@ import tempfile
 
 import pytest
 
+from fusion_lab.training.files import interpreter_fault
 from tests.support import gone, require_shared, wait_for
 
 ENDED = "TESTS_SECOND_SESSION"  # the file into which the second session writes how it has ended
@@ -44,6 +46,9 @@ def pytest_collection_modifyitems(config, items):
         leave_out(config, items, lambda item: marked(item, "full") and not marked(item, "sample"))
     left_out = leave_out(config, items, lambda item: marked(item, "interpreted") != INTERPRETING)
     config.stash[SECOND] = getattr(config, "workeroutput", {})["second"] = bool(left_out) and not INTERPRETING
+    if INTERPRETING and importlib.util.find_spec("triton") and (fault := interpreter_fault()):
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=fault))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items:
         import torch

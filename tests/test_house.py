@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-import run_pytorch_profiler
 from fusion_lab.measuring import accuracy, compare
 from fusion_lab.measuring.variants import with_fusion
+from fusion_lab.profiler import command
 from fusion_lab.training.checkpoints import restore, snapshot
 from fusion_lab.training.program import PARTS, load_program
 from tests.support import ROOT, last_json, run_program
@@ -33,7 +33,7 @@ FLOORS = ("evoformer_kernels", "fusion_lab.commands", "fusion_lab.training.files
           "fusion_lab.training.options", "fusion_lab.training.program",
           "fusion_lab.measuring.variants", "fusion_lab.training",
           "fusion_lab.measuring", "fusion_lab.rocm", "tiny_openfold", "tiny_openfold_v2", "companions",
-          "fusion_lab.study", "fusion_lab.profiler", "run_pytorch_profiler", "benchmarks", "puzzles")
+          "fusion_lab.study", "fusion_lab.profiler", "benchmarks", "puzzles")
 PACKAGES = ("evoformer_kernels", "fusion_lab", "tiny_openfold", "companions", "benchmarks", "puzzles")
 STANDARD_LIBRARY_ONLY = ("fusion_lab.rocm",)  # beside what needs no torch of the floors below
 
@@ -232,8 +232,8 @@ def test_a_profiler_session_attributes_most_of_forward_to_sublayers(file, tmp_pa
     program, sizes = load_program(ROOT / file), dict(batch_size=4) | PROGRAMS[file] | LARGER[file]
     flags = [word for name, value in sizes.items() for word in ("--" + name.replace("_", "-"), str(value))]
     session = "--num-steps 6 --warmup-steps 1 --profile-steps 3 --profile-dir".split()
-    assert run_pytorch_profiler.run(["--program", program.file, *flags, "--device", "cpu", *session,
-                                     str(tmp_path / "p")]) == 0
+    assert command.run(["--program", program.file, *flags, "--device", "cpu", *session,
+                        str(tmp_path / "p")]) == 0
     entries = last_json(capsys.readouterr().out)["sublayers"]
     assert {entry["name"] for entry in entries} == {*program.model.SUBLAYERS, "rest"}
     forward = [(entry["total_us"], entry["name"]) for entry in entries if entry["direction"] == "forward"]

@@ -1,25 +1,19 @@
-"""What a LLaMA block computes between its products, from packed projections as they are, as Triton kernels
-with derivatives; each tensor is read once and written once.
+"""Rotary positions of a LLaMA block's packed projections, as Triton kernels with derivatives; each tensor is
+read once and written once. SwiGLU is in evoformer_kernels/swiglu.py.
 
-    swiglu: h = silu(g) * u, of packed = [g; u];    silu(g) = g s,  s = 1 / (1 + exp(-g))
-            dg = dh u s (1 + g (1 - s)),  du = dh g s
-    rotary: q, k, v of packed = [q; k; v]; of every head of q and k the channels i and i + D / 2 are a pair,
-            (a, b) -> (a cos - b sin, b cos + a sin), by the angle of its position and of i;
-            their gradients are rotated back, sin -> -sin
+    q, k, v of packed = [q; k; v]; of every head of q and k the channels i and i + D / 2 are a pair,
+    (a, b) -> (a cos - b sin, b cos + a sin), by the angle of its position and of i;
+    their gradients are rotated back, sin -> -sin
 
-packed (..., 2 F) -> h (..., F); packed (B, S, (H + 2 G) D), angles (2, S, D / 2) -> q (B, H, S, D), k and v
-(B, G, S, D). H heads of queries, G of keys and values, D channels each; P = B S positions.
-
-Left to a compiler, gradients of slices of packed become masked loads in every element, of the other slices'
-gradients too (measured). Float32 within. Kept for backward are packed for swiglu, the angles for
-rotary.
+packed (B, S, (H + 2 G) D), angles (2, S, D / 2) -> q (B, H, S, D), k and v (B, G, S, D). H heads of queries,
+G of keys and values, D channels each; P = B S positions. Float32 within.
 
 q, k and v lie in memory as (B, S, heads, D). Attention's kernels read such strides, and give their output
 those of q, so that the projection behind it needs no transposed copy. v is copied. As a view of packed it
 would keep all of packed until backward; and not every compiler takes an autograd function whose result is a
 view of its input.
 
-Sources: Shazeer 2020 (SwiGLU), Su et al. 2021 (rotary positions), in the layout of transformers.
+Source: Su et al. 2021 (rotary positions), in the layout of transformers.
 """
 import torch
 import triton
@@ -27,44 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evoformer_kernels.common import operation, sigmoid, start
+from evoformer_kernels.common import operation, start
 
-TILE = 1024  # numbers, or pairs of them, of a program: 8 a thread in four warps, 16 bytes in 16 bits
-
-
-@triton.jit
-def gate_and_up(packed, C, BN: tl.constexpr):
-    """Of this program: row; channels n (BN,); which of them exist; gate and up, (BN,) float32 each."""
-    tiles = tl.cdiv(C, BN)  # of a row
-    row, n = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BN + tl.arange(0, BN)
-    at, there = packed + row * (2 * C) + n, n < C
-    gate, up = tl.load(at, mask=there, other=0.0), tl.load(at + C, mask=there, other=0.0)
-    return row, n, there, gate.to(tl.float32), up.to(tl.float32)
-
-
-@triton.jit
-def swiglu_kernel(packed, out, C, BN: tl.constexpr):
-    """One program: h = silu(gate) up of BN channels of a row. Axis 0: rows, and within each its tiles.
-
-        packed (P, 2 C) = [gate; up]; out (P, C)
-    """
-    row, n, there, gate, up = gate_and_up(packed, C, BN)
-    h = gate * sigmoid(gate) * up
-    tl.store(out + row * C + n, h.to(out.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def swiglu_backward_kernel(gradient, packed, out, C, BN: tl.constexpr):
-    """One program: gradients of gate and up of BN channels of a row. Axis 0: rows, and within each its tiles.
-
-        gradient (P, C) of h; packed, out (P, 2 C) = [gate; up]
-    """
-    row, n, there, gate, up = gate_and_up(packed, C, BN)
-    d = tl.load(gradient + row * C + n, mask=there, other=0.0).to(tl.float32)  # (BN,)
-    share, at = sigmoid(gate), out + row * (2 * C) + n
-    d_gate = d * up * share * (1.0 + gate * (1.0 - share))
-    tl.store(at, d_gate.to(out.dtype.element_ty), mask=there)
-    tl.store(at + C, (d * gate * share).to(out.dtype.element_ty), mask=there)
+TILE = 1024  # pairs of numbers of a program: 8 a thread in four warps, 16 bytes in 16 bits
 
 
 @triton.jit
@@ -119,27 +78,6 @@ def rotary_kernel(q, k, v, packed, angles, q_strides, k_strides, v_strides, P, S
 # --- Launchers and their derivatives --------------------------------------------------------------------
 
 
-def tiles(rows, channels):
-    """(grid, options) of the kernels of swiglu, for h (rows, channels)."""
-    width = min(TILE, triton.next_power_of_2(channels))
-    return (rows * triton.cdiv(channels, width),), dict(BN=width, num_warps=4)
-
-
-def gated(packed: Tensor) -> Tensor:
-    """h (P, F) of packed (P, 2 F)."""
-    rows, channels = packed.shape[0], packed.shape[1] // 2
-    out, (grid, options) = packed.new_empty(rows, channels), tiles(rows, channels)
-    start(swiglu_kernel, grid, packed, out, channels, **options)
-    return out
-
-
-def gated_backward(gradient: Tensor, packed: Tensor) -> Tensor:
-    """The gradient of packed (P, 2 F)."""
-    out, (grid, options) = packed.new_empty(packed.shape), tiles(*gradient.shape)
-    start(swiglu_backward_kernel, grid, gradient, packed, out, gradient.shape[1], **options)
-    return out
-
-
 def rotate(q, k, v, packed, angles, backward):
     """Fill q (B, S, H, D), k and v (B, S, G, D), which may have any strides but in D, from packed; if
     backward, fill packed from these."""
@@ -170,24 +108,8 @@ def rotated_backward(q: Tensor, k: Tensor, v: Tensor, angles: Tensor) -> Tensor:
     return packed
 
 
-SWIGLU_OP = operation("swiglu", gated)
-SWIGLU_BACKWARD_OP = operation("swiglu_backward", gated_backward)
 ROTARY_OP = operation("rotary", rotated)
 ROTARY_BACKWARD_OP = operation("rotary_backward", rotated_backward)
-
-
-class SwiGLU(torch.autograd.Function):
-    """swiglu() of (P, 2 F) with its derivative."""
-
-    @staticmethod
-    def forward(ctx, packed):
-        ctx.save_for_backward(packed)
-        return SWIGLU_OP(packed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        return SWIGLU_BACKWARD_OP(gradient.contiguous(), *ctx.saved_tensors)
 
 
 class Rotary(torch.autograd.Function):
@@ -202,12 +124,6 @@ class Rotary(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, q, k, v):
         return ROTARY_BACKWARD_OP(q, k, v, *ctx.saved_tensors), None, None, None
-
-
-def swiglu(packed):
-    """silu(gate) * up of packed (..., 2 F), gate first: (..., F)."""
-    flat = packed.contiguous().view(-1, packed.shape[-1])
-    return SwiGLU.apply(flat).view(*packed.shape[:-1], packed.shape[-1] // 2)
 
 
 def rotary(packed, angles, heads, kv_heads):

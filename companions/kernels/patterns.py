@@ -1,10 +1,11 @@
 """Five patterns of fusion as Triton kernels (companions/fusion_patterns.py measures them).
 
-    y = linear_gelu(x, weight, bias)                # gelu(x weight^T + bias), by tanh
+    y = linear(x, weight, bias, "gelu")             # gelu(x weight^T + bias), by tanh; also "relu", "silu"
     total, y = add_norm(x, residual, weight, bias)  # x + residual and its LayerNorm; without bias RMSNorm
     y = wide_layer_norm(x, weight, bias)            # LayerNorm of rows of any width, in tiles
     values, indices = softmax_topk(x, k)            # k <= 64; the probabilities are never in memory
     p = masked_softmax(q, k, mask)                  # softmax(q k^T / sqrt(D)) over keys that are there
+    p = masked_softmax(q, k)                        # causal: each query with the keys up to its own place
 
 x is (rows, width); weight of a product is (N, K); q and k are (heads, L, D), mask (heads, L), 1 = present.
 add_norm alone has a derivative; the others are for forward passes.
@@ -27,13 +28,13 @@ def shape_of(x):
     return f"{str(x.dtype)[6:]} P{rows} W{width}"
 
 
-# --- A product, its bias and GELU -----------------------------------------------------------------------
+# --- A product, its bias and an activation --------------------------------------------------------------
 
 
 @triton.jit
-def linear_gelu_kernel(x, weight, bias, y, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                       GROUP: tl.constexpr):
-    """One program: a tile (BM, BN) of y = gelu(x weight^T + bias). Axis 0: tiles, GROUP of them down a
+def linear_kernel(x, weight, bias, y, M, N, K, ACTIVATION: tl.constexpr, BM: tl.constexpr,
+                  BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
+    """One program: a tile (BM, BN) of y = activation(x weight^T + bias). Axis 0: tiles, GROUP of them down a
     column, then the same rows of the next column, so that both operands are cached.
 
         x (M, K); weight (N, K); bias (N,); y (M, N)
@@ -56,9 +57,14 @@ def linear_gelu_kernel(x, weight, bias, y, M, N, K, BM: tl.constexpr, BN: tl.con
                     mask=(n[None, :] < N) & (k[:, None] < K), other=0.0)  # (BK, BN)
         acc = tl.dot(a, b, acc)
 
-    # Bias and gelu, before the tile leaves the registers: 0.5 z (1 + tanh(u)) = z sigmoid(2 u)
+    # Bias and activation, before the tile leaves the registers; gelu: 0.5 z (1 + tanh(u)) = z sigmoid(2 u)
     z = acc + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    z *= tl.sigmoid(2.0 * 0.7978845608028654 * (z + 0.044715 * z * z * z))  # sqrt(2 / pi)
+    if ACTIVATION == "relu":
+        z = tl.maximum(z, 0.0)
+    elif ACTIVATION == "silu":
+        z *= tl.sigmoid(z)
+    else:
+        z *= tl.sigmoid(2.0 * 0.7978845608028654 * (z + 0.044715 * z * z * z))  # sqrt(2 / pi)
     offsets, there = m[:, None].to(tl.int64) * N + n[None, :], (m[:, None] < M) & (n[None, :] < N)
     tl.store(y + offsets, z.to(y.dtype.element_ty), mask=there)
 
@@ -68,13 +74,13 @@ LINEAR = candidates(("BM", "BN", "BK", "GROUP", "num_warps", "num_stages"), (64,
                     (128, 256, 64, 8, 8, 4), (64, 128, 64, 8, 4, 3))
 
 
-def linear_gelu(x, weight, bias):
+def linear(x, weight, bias, activation):
     x, weight = x.contiguous(), weight.contiguous()
     (M, K), N = x.shape, len(weight)
     y, shape = x.new_empty(M, N), f"{str(x.dtype)[6:]} M{triton.next_power_of_2(M)} N{N} K{K}"
-    tuner.launch("linear_gelu_kernel", shape, LINEAR, lambda chosen: start(
-        linear_gelu_kernel, (triton.cdiv(M, chosen["BM"]) * triton.cdiv(N, chosen["BN"]),), x, weight,
-        bias, y, M, N, K, **chosen))
+    tuner.launch(f"linear_{activation}_kernel", shape, LINEAR, lambda chosen: start(
+        linear_kernel, (triton.cdiv(M, chosen["BM"]) * triton.cdiv(N, chosen["BN"]),), x, weight,
+        bias, y, M, N, K, activation, **chosen))
     return y
 
 
@@ -295,21 +301,26 @@ def softmax_topk(x, k):
 
 
 @triton.jit
-def scores_of(q, keys, mask, head, n, L, scale, D: tl.constexpr):
-    """Scores (BM, BN) float32 of queries q (BM, D) with keys n (BN,) of a head; -inf where there is none."""
+def scores_of(q, keys, mask, head, m, n, L, scale, D: tl.constexpr, CAUSAL: tl.constexpr):
+    """Scores (BM, BN) float32 of queries m (BM,), q (BM, D), with keys n (BN,) of a head; -inf where there is
+    none, or with CAUSAL a later one."""
     d = tl.arange(0, D)
     k = tl.load(keys + (head * L + n[None, :]) * D + d[:, None], mask=n[None, :] < L, other=0.0)  # (D, BN)
-    there = tl.load(mask + head * L + n, mask=n < L, other=0.0) > 0
-    return tl.where(there[None, :], tl.dot(q, k) * scale, float("-inf"))
+    if CAUSAL:
+        there = (n[None, :] <= m[:, None]) & (n[None, :] < L)
+    else:
+        there = (tl.load(mask + head * L + n, mask=n < L, other=0.0) > 0)[None, :]
+    return tl.where(there, tl.dot(q, k) * scale, float("-inf"))
 
 
 @triton.jit
-def masked_softmax_kernel(queries, keys, mask, out, L, scale, D: tl.constexpr, BM: tl.constexpr,
-                          BN: tl.constexpr):
+def masked_softmax_kernel(queries, keys, mask, out, L, scale, D: tl.constexpr, CAUSAL: tl.constexpr,
+                          BM: tl.constexpr, BN: tl.constexpr):
     """One program: attention probabilities of BM queries of a head with all keys, BN at a time. Axis 0: tiles
     of queries; axis 1: heads.
 
-        queries, keys (heads, L, D); mask (heads, L), above 0 where there is a key; out (heads, L, L)
+        queries, keys (heads, L, D); mask (heads, L), above 0 where there is a key, not read if CAUSAL;
+        out (heads, L, L)
 
     The first loop makes maximum and sum of the scores; the second recomputes scores and stores probabilities.
     """
@@ -318,7 +329,7 @@ def masked_softmax_kernel(queries, keys, mask, out, L, scale, D: tl.constexpr, B
     q = tl.load(queries + (head * L + m[:, None]) * D + d[None, :], mask=m[:, None] < L, other=0.0)  # (BM, D)
     highest, total = tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32)
     for n0 in range(0, L, BN):
-        s = scores_of(q, keys, mask, head, n0 + tl.arange(0, BN), L, scale, D)  # (BM, BN)
+        s = scores_of(q, keys, mask, head, m, n0 + tl.arange(0, BN), L, scale, D, CAUSAL)  # (BM, BN)
         higher = tl.maximum(highest, tl.max(s, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(highest - safe) + tl.sum(tl.exp(s - safe[:, None]), 1)
@@ -326,7 +337,7 @@ def masked_softmax_kernel(queries, keys, mask, out, L, scale, D: tl.constexpr, B
     safe = tl.where(highest == float("-inf"), 0.0, highest)
     for n0 in range(0, L, BN):
         n = n0 + tl.arange(0, BN)
-        s = scores_of(q, keys, mask, head, n, L, scale, D)  # (BM, BN)
+        s = scores_of(q, keys, mask, head, m, n, L, scale, D, CAUSAL)  # (BM, BN)
         p = tl.exp(s - safe[:, None]) / total[:, None]
         tl.store(out + (head * L + m[:, None]) * L + n[None, :], p.to(out.dtype.element_ty),
                  mask=(m[:, None] < L) & (n[None, :] < L))
@@ -336,12 +347,14 @@ SCORES = candidates(("BM", "BN", "num_warps", "num_stages"), (32, 32, 4, 2), (64
                     (128, 64, 8, 2))
 
 
-def masked_softmax(q, k, mask):
-    """(heads, L, L), over keys whose mask is above 0; NaN where there are none. D: a power of two from 16 to
-    128."""
+def masked_softmax(q, k, mask=None):
+    """(heads, L, L), over keys whose mask is above 0, without one over those up to the query's own place; NaN
+    where there are none. D: a power of two from 16 to 128."""
     heads, L, D = q.shape
-    q, k, mask, p = q.contiguous(), k.contiguous(), mask.float().contiguous(), q.new_empty(heads, L, L)
-    tuner.launch("masked_softmax_kernel", f"{shape_of(p[0])} D{D}", SCORES, lambda chosen: start(
+    q, k, p, causal = q.contiguous(), k.contiguous(), q.new_empty(heads, L, L), mask is None
+    mask = q if causal else mask.float().contiguous()
+    kind = "causal" if causal else "masked"
+    tuner.launch(f"{kind}_softmax_kernel", f"{shape_of(p[0])} D{D}", SCORES, lambda chosen: start(
         masked_softmax_kernel, (triton.cdiv(L, chosen["BM"]), heads), q, k, mask, p, L, D ** -0.5, D=D,
-        **chosen))
+        CAUSAL=causal, **chosen))
     return p

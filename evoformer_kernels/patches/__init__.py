@@ -7,12 +7,13 @@
 Parameters, names, checkpoints and random numbers stay. Nothing of these projects is imported: a layer is
 known by its package and by the class that defines its forward.
 """
+import contextlib
 import inspect
 import warnings
 
 from torch import nn
 
-from evoformer_kernels.patches.projects import BLOCKS, LAYERS, adds
+from evoformer_kernels.patches.projects import BESIDE, BLOCKS, LAYERS, adds
 from evoformer_kernels.patches.triangle import Unfit, require
 
 CLASSES = {name for readers in LAYERS.values() for name in readers}
@@ -26,7 +27,7 @@ KNOWN = {  # arguments of their forwards: what is computed, and how, which is ou
 class Forward:
     """Stands in for a layer's forward, takes the same arguments and returns the same."""
 
-    def __init__(self, layer, read, smallest, said):
+    def __init__(self, layer, read, smallest, said=None):
         self.layer, self.read, self.smallest, self.said = layer, read, smallest, said
         self.why = "own code: not called yet"
         parameters = inspect.signature(type(layer).forward).parameters
@@ -54,8 +55,8 @@ class Forward:
         return x.add_(update) if adds(given) else update
 
     def say(self, message):
-        """A warning, once for each message and patch."""
-        if message not in self.said:
+        """A warning, once for each message and patch; none from layers beside the triangles."""
+        if self.said is not None and message not in self.said:
             self.said.add(message)
             warnings.warn(message, stacklevel=4)
 
@@ -114,6 +115,18 @@ def known(layer):
     return None
 
 
+def beside(model, smallest):
+    """A Forward for each layer beside the triangles that is as known here."""
+    for module in list(model.modules()):
+        own = type(module)
+        part_of, read = BESIDE.get(own.__module__.partition(".")[0], {}).get(own.__name__, (None, None))
+        with contextlib.suppress(AttributeError, ValueError):
+            part = part_of and part_of(module)
+            if part is not None and "forward" not in vars(part):
+                check(part, read)
+                yield Forward(part, read, smallest)
+
+
 def check(layer, read):
     """ValueError for a layer whose weights are not those that its reader knows: it may do something else."""
     name = f"{type(layer).__module__}.{type(layer).__name__}"
@@ -151,6 +164,7 @@ def patch(model: nn.Module, smallest: int = 0, graphs: bool = False) -> Patch:
         forwards.append(Forward(layer, read, smallest, said))
     if not forwards:
         raise ValueError(f"{type(model).__name__} has no triangle layer of {', '.join(LAYERS)}")
+    forwards += list(beside(model, smallest))
     for forward in forwards:
         forward.layer.forward = forward
     blocks = []

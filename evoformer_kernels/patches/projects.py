@@ -9,7 +9,9 @@ their own code in tests, in these releases and commits:
 """
 from functools import partial
 
-from evoformer_kernels.patches.triangle import Attention, Multiplication
+from torch import nn
+
+from evoformer_kernels.patches.triangle import Attention, Multiplication, PairBias, Transition
 
 
 def attention(layer, head="linear"):
@@ -45,6 +47,34 @@ LAYERS = {  # {package: {class: its reader}}
     "boltz": BOLTZ, "boltzgen": BOLTZ,
     "protenix": dict(TriangleAttention=attention, TriangleMultiplicativeUpdate=multiplication)}
 
+
+
+def openfold3_transition(layer):
+    return Transition(layer.layer_norm, layer.swiglu.linear_a, layer.swiglu.linear_b, layer.linear_out)
+
+
+def boltz_transition(layer):
+    return Transition(layer.norm, layer.fc1, layer.fc2, layer.fc3)
+
+
+def protenix_transition(layer):
+    return Transition(layer.layernorm1, layer.linear_no_bias_a, layer.linear_no_bias_b, layer.linear_no_bias)
+
+
+def itself(layer):
+    return layer
+
+
+def projection_of_pairs(layer):
+    """The part of Boltz' attention over the single representation that makes its bias, if it has one."""
+    return layer.proj_z if isinstance(layer.proj_z, nn.Sequential) else None
+
+
+# {package: {class: (which part of it runs in kernels, that part's reader)}}, without a word where it cannot
+BESIDE_BOLTZ = dict(Transition=(itself, boltz_transition),
+                    AttentionPairBias=(projection_of_pairs, lambda part: PairBias(part[0], part[1])))
+BESIDE = {"openfold3": dict(SwiGLUTransition=(itself, openfold3_transition)), "boltz": BESIDE_BOLTZ,
+          "boltzgen": BESIDE_BOLTZ, "protenix": dict(Transition=(itself, protenix_transition))}
 OF_BOLTZ = {"PairformerLayer", "PairformerNoSeqLayer", "MSALayer"}
 BLOCKS = {  # {package: classes of blocks that repeat, which graphs.py captures}
     "openfold": {"EvoformerBlock", "ExtraMSABlock", "TemplatePairStackBlock"},

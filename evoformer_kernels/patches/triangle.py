@@ -1,6 +1,6 @@
-"""Triangle attention and multiplication of other projects' layers: on their parameters, in our kernels.
+"""Layers of other projects' pair blocks: on their parameters, in our kernels.
 
-projects.py reads each project's layers as one of the two records here. `update` returns what the layer would
+projects.py reads each project's layers as one of the records here. `update` returns what the layer would
 return, or raises Unfit before it has computed anything. Shapes: x (*, I, I, c), mask (*, I, I), 1 = present.
 """
 from typing import NamedTuple
@@ -169,3 +169,38 @@ class Multiplication(NamedTuple):
             pair, "outgoing" if self.outgoing else "incoming", mask, weight, bias, p_in, p_in_bias, g_in,
             g_in_bias, center_weight, center_bias, self.output.weight, self.output.bias,
             self.output_gate.weight, self.output_gate.bias, eps).view(x.shape)
+
+
+class Transition(NamedTuple):
+    """AlphaFold 3's Alg. 11. gate, value: c -> hidden, of silu and beside it."""
+    norm: nn.Module
+    gate: nn.Module
+    value: nn.Module
+    output: nn.Module
+
+    def update(self, x, mask):
+        require(limits.fits("projection", x), f"{x.shape[-1]} channels, or no GPU")
+        linears = self.gate, self.value, self.output
+        require_linear(linears)
+        require(all(linear.bias is None for linear in linears), "biases in a transition")
+        from evoformer_kernels.swiglu import transition
+        norm_weight, norm_bias, eps = affine(self.norm)
+        pair = x.reshape(-1, *x.shape[-3:]) if x.dim() > 3 else x[None]
+        weight = torch.cat([self.gate.weight, self.value.weight])
+        out = transition(pair, norm_weight, norm_bias, weight, self.output.weight, eps)
+        out = out.view(*x.shape[:-1], -1)
+        return out if mask is None else out * mask[..., None]
+
+
+class PairBias(NamedTuple):
+    """LayerNorm and projection of a pair tensor to the heads of attention over the single representation."""
+    norm: nn.Module
+    head: nn.Module
+
+    def update(self, x, mask):
+        require(limits.fits("head bias", x, len(self.head.weight)), "its widths, or no GPU")
+        require_linear([self.head])
+        require(x.dim() == 4 and self.head.bias is None, "a bias on the projection to heads")
+        from evoformer_kernels.projections import head_bias
+        norm_weight, norm_bias, eps = affine(self.norm)
+        return head_bias(x, norm_weight, norm_bias, self.head.weight, eps)[0]

@@ -235,6 +235,7 @@ class HeadBias(torch.autograd.Function):
     def forward(ctx, x, norm_weight, norm_bias, head_weight, eps):
         ctx.save_for_backward(x, norm_weight, norm_bias, head_weight)
         ctx.eps = eps
+        ctx.set_materialize_grads(False)  # nobody may read the x that is handed on
         _, bias = NORM_PROJECT_OP(x, norm_weight, norm_bias, None, head_weight, eps)
         return bias, x.view_as(x)
 
@@ -244,7 +245,7 @@ class HeadBias(torch.autograd.Function):
         x, norm_weight, norm_bias, head_weight = ctx.saved_tensors
         dx, dnorm_weight, dnorm_bias, _, dhead_weight = norm_project_backward(
             None, dbias.contiguous(), x, norm_weight, norm_bias, None, head_weight, ctx.eps,
-            handed_on.contiguous())
+            None if handed_on is None else handed_on.contiguous())
         return dx, dnorm_weight, dnorm_bias, dhead_weight, None
 
 

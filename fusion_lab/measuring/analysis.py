@@ -7,13 +7,14 @@ from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.ranges import PHASES, REST, place_of
 from fusion_lab.measuring.roofline import flops_share
-from fusion_lab.measuring.summary import provenance
+from fusion_lab.measuring.summary import launch_kind, provenance
 from fusion_lab.measuring.trace import NOT_RECORDED, OUTSIDE, TraceAnalysis, read_trace
 from fusion_lab.training.files import finite, write_json
 from fusion_lab.training.machine import MEGABYTE
 
 ANALYSIS = "fusion_analysis.json"
 LAUNCH_BOUND, BUSY = 0.5, 0.85  # shares of the step: below, the GPU mostly waits; above, it mostly works
+MOST_BUSY = 1.1  # a share that is possible: the profiler makes kernels a little longer
 
 
 def write_analysis(trainer, found, times, peak, profiling):
@@ -43,6 +44,7 @@ def analysis_of(trainer, found, times, peak, profiling):
         time_kind="GPU time of kernels and copies" if trace.on_gpu else clock,
         unit="kernel" if trace.on_gpu else "operation", step=step,
         sublayers=entries, launches_per_step=found.launches,
+        kernel_counts=kernel_counts(trainer, found),
         coverage=dict(sublayers=inside, rest=1 - inside - outside, unattributed=outside),
         kernels=trace.kernel_table(),
         saved_activation_mb={name: size / MEGABYTE for name, size in found.saved.items()},
@@ -50,6 +52,16 @@ def analysis_of(trainer, found, times, peak, profiling):
         memory_peak_mb=peak, unrecorded=unrecorded,
         launch=launch_arithmetic(found.launches, step, bool(unrecorded)) if trace.on_gpu else None)
     return dict(result, findings=findings(result))
+
+
+def kernel_counts(trainer, found):
+    """Counts as people look for them: what a step was seen to launch, and the model's nominal counts."""
+    nominal = {name: count for name, count in (trainer.model.statistics() or {}).items() if "kernel" in name}
+    by_sublayer = {}
+    for (name, _), count in (found.launches_by_range or {}).items():
+        by_sublayer[name] = by_sublayer.get(name, 0) + count
+    return dict(kernels_per_step=found.launches, kernels_are=launch_kind(trainer.device),
+                kernels_per_step_by_sublayer=by_sublayer or None, nominal=nominal or None)
 
 
 def of_a_step(times, trace):
@@ -81,13 +93,16 @@ def sublayer_entries(trace, found, samples):
 
 def launch_arithmetic(launches, step, lost=False):
     """Is a GPU's step bound by launching? The figures, the verdict, and the arithmetic in words. step: as
-    of_a_step() has it; lost: whether the profiler missed kernels, which leaves it undecided."""
+    of_a_step() has it; lost: whether the profiler missed kernels or their times, which leaves it undecided.
+    So does a GPU that was busy for longer than the step took."""
     busy, whole = step["gpu_busy_ms"], step["untraced_ms"]
     share = busy / whole
-    verdict = ("undecided, since the profiler lost kernels" if lost else
+    verdict = ("undecided, since the profiler lost kernels or their times" if lost or share > MOST_BUSY else
                "launch-bound" if share < LAUNCH_BOUND else
                "partly launch-bound" if share < BUSY else "not launch-bound")
-    text = f"{verdict}: kernels run during {100 * share:.0f}% of it, and the GPU waits for the rest"
+    text = f"{verdict}: kernels run during {100 * min(share, 1):.0f}% of it, and the GPU waits for the rest"
+    if share > MOST_BUSY:
+        return dict(launches=launches, step_ms=whole, busy_ms=busy, verdict=verdict, text=verdict)
     if launches:  # which an outer profiler counts instead, where there is one
         text += (f"; one of {launches} kernels comes every {1e3 * whole / launches:.1f} µs and runs "
                  f"{1e3 * busy / launches:.1f} µs on average")

@@ -14,10 +14,11 @@ from fusion_lab.measuring.probe import Findings, begin_peak, peak_megabytes
 from fusion_lab.measuring.tables import markdown
 from fusion_lab.measuring.variants import BASELINE, at_work, with_fusion
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, counted
+from fusion_lab.training.files import UserError, counted, time_left
 from fusion_lab.training.machine import MEGABYTE
 
 ROUNDS, SECONDS = 20, 60.0  # whichever ends first, where nobody says how many rounds
+TELL = 5.0  # s between two words on the time left
 FEWEST = 6  # rounds, from which on there is an interval of 95%
 NEVER = SimpleNamespace(signal=None)  # a StopRequest that nobody makes
 
@@ -113,10 +114,10 @@ def library_workspace(device):
     return torch.cuda.memory_allocated(device) - before
 
 
-def alternate(candidates, supply, rounds, request):
-    """Timed steps of all candidates in turn, each round beginning with another one. Returns in words how it
-    ended."""
-    began = time.monotonic()
+def alternate(candidates, supply, rounds, request, note=lambda text: None):
+    """Timed steps of all candidates in turn, each round beginning with another one. note(text) hears at times
+    how long it will take. Returns in words how it ended."""
+    began = told = time.monotonic()
     for number in itertools.count():
         alive = [candidate for candidate in candidates if not candidate.reason]
         first = number % max(1, len(alive))
@@ -132,6 +133,12 @@ def alternate(candidates, supply, rounds, request):
         took = time.monotonic() - began
         if rounds is None and number + 1 >= FEWEST and took > SECONDS:
             return f"{number + 1} rounds in {took:.0f} s"
+        if began + took - told > TELL:
+            told, each = began + took, took / (number + 1)
+            left = each * ((rounds or ROUNDS) - number - 1)
+            if rounds is None:
+                left = min(left, max(SECONDS - took, each * (FEWEST - number - 1)))
+            note(f"{counted(number + 1, 'round')} done, {time_left(left)}")
 
 
 # --- Contests of what is no variant -------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def compare(program: Program, settings: Settings, names: str | Sequence[str] | N
     with stop or contextlib.nullcontext(NEVER) as request:
         limit = "" if rounds else f", or {SECONDS:g} s of them"
         note(f"{rounds or ROUNDS} rounds{limit}, in which each takes a step")
-        found.ended = alternate(candidates, supply, rounds, request)
+        found.ended = alternate(candidates, supply, rounds, request, note)
         found.rows = [row_of(variant, candidate, candidates[0])
                       for variant, candidate in zip(together, candidates, strict=True)]
         found.about["training_params"]["num_steps"] = len(found.rows[0].step_times)  # those that ran

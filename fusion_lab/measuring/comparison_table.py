@@ -7,10 +7,10 @@ import torch
 
 from fusion_lab.measuring.compare import compare
 from fusion_lab.measuring.tables import cell, markdown
-from fusion_lab.measuring.variants import BASELINE, FUSED
+from fusion_lab.measuring.variants import BASELINE, FUSED, with_fusion
 from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.files import StopRequest, counted
-from fusion_lab.training.reporting import busy_line, print_result
+from fusion_lab.training.reporting import busy_line, command_of, print_result
 
 COLUMNS = {"variant": 8, "step ms (p20, p80)": 26, "samples/s": 9, "speed-up (95%)": 18,  # least widths
            "peak MB": 14, "saved act. MB": 14, "launches": 12}
@@ -22,6 +22,8 @@ def cells(row):
         return [row.name, f"not measured: {row.reason}"]
     times = [1e3 * seconds for seconds in (row.median_batch_time, row.p20_batch_time, row.p80_batch_time)]
     few = f" ({counted(len(row.step_times), 'round')})" if row.speedup_low is None else ""
+    if (row.median_batch_time < row.baseline_batch_time) != (row.speedup > 1):
+        few += ", in pairs: the pace changed"  # so that the medians say the opposite
     return [row.name, "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row.samples_per_second:.1f}",
             "1" if row.name == BASELINE else f"{row.gain}{few}",
             figure(row.peak_memory_mb, ".1f", row.peak_memory_reduction_percent),
@@ -105,6 +107,22 @@ def below(found):
     return [*lines, "", *in_words(rows), "", *headline(rows, found.about["launch_kind"])]
 
 
+def to_copy(program, settings, rows):
+    """The last lines: the command of the fastest row whose first loss is the baseline's, and whose is not."""
+    before, allowed, lines = rows[0], 2e-2 if settings.training.use_amp else 1e-3, []
+    best = before
+    for row in rows[1:]:
+        if not row.measured:
+            continue
+        if not abs(row.first_loss - before.first_loss) <= allowed * abs(before.first_loss):
+            lines.append(f"{row.name} did not pass: its first loss is {row.first_loss:.4f}, the baseline's "
+                         f"{before.first_loss:.4f}")
+        elif row.gain.decided and row.speedup > best.speedup:
+            best = row
+    chosen = with_fusion(settings, type(settings.fusion)(**best.fusion_config))
+    return [*lines, f"To copy ({best.name}): {command_of(program, chosen)}"]
+
+
 class Notes:
     """What goes on, with the time since the first moment, on stderr: stdout is for the table."""
 
@@ -139,6 +157,6 @@ def compare_fusion(program, settings, names=None, rounds=None):
     if not rows:
         print("Interrupted before the first round: no figures")
         return 128 + stop.signal
-    print("", *below(found), sep="\n")
+    print("", *below(found), "", *to_copy(program, settings, found.rows), sep="\n")
     print_result(dict(mode="compare_fusion", variants=rows), path, settings)
     return 128 + stop.signal if stop.signal else 0

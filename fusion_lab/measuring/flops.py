@@ -1,4 +1,4 @@
-"""FLOPs of a step: the one count that rooflines, comparisons and summaries have.
+"""FLOPs and bytes of a step: the one count that rooflines, comparisons and summaries have.
 
 A step is watched on meta tensors, which have sizes and no values. What is computed again in backward does
 not count: these FLOPs say what a step has to do, and so do MFU and rooflines that are made of them.
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fusion_lab.measuring.clocks import RangeSums
+from fusion_lab.measuring.counters import is_view
 from fusion_lab.measuring.ranges import REST, ranges
 
 EAGER = dict(enable_torch_compile=False, enable_cuda_graphs=False, torch_compile_mode="default")
@@ -41,19 +42,35 @@ class FlopCounter(TorchDispatchMode):
         return result
 
 
-def counted(model, batch, mode):
-    """(FLOPs of a step, {sub-layer or its name + ".backward": FLOPs}), within a mode."""
+class Traffic(TorchDispatchMode):
+    """`total` bytes that operations read and write, each of them for itself; views are free."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not is_view(func):
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
+            self.total += sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor))
+        return result
+
+
+def counted(model, batch, mode, counting):
+    """(FLOPs or bytes of a step, {sub-layer or its name + ".backward": the same}), within a mode."""
     # there is no formula for the fused attention of a CPU
-    with mode, FlopCounter() as counter, sdpa_kernel(SDPBackend.MATH):
+    with mode, counting() as counter, sdpa_kernel(SDPBackend.MATH):
         sums = RangeSums(lambda: counter.total)
         with ranges(model.sublayers(), sums.enter, sums.leave, backward=True):
             model.for_loss(**batch)["loss"].backward()
     return counter.total, sums.sums
 
 
-def flops_by_sublayer(program, settings, on_gpu, batch=None):
+def flops_by_sublayer(program, settings, on_gpu, batch=None, counting=FlopCounter):
     """{sub-layer or REST: FLOPs of one step}, forward and backward of all blocks, in the order of sums that
-    these settings have on a GPU or elsewhere. batch: by default the program's first."""
+    these settings have on a GPU or elsewhere. batch: by default the program's first. counting: Traffic counts
+    bytes instead, in float32."""
     batch = program.data(settings).batch(0) if batch is None else batch
     once = {f.name: False for f in fields(settings.fusion) if f.metadata["recomputes"]}
     with torch.random.fork_rng([]):
@@ -61,11 +78,11 @@ def flops_by_sublayer(program, settings, on_gpu, batch=None):
         model.count_as(settings.training, on_gpu)
         try:
             on_meta = {name: value.to("meta") for name, value in batch.items()}
-            total, sums = counted(model, on_meta, contextlib.nullcontext())
+            total, sums = counted(model, on_meta, contextlib.nullcontext(), counting)
         except RuntimeError:  # a model that asks what device it is on, for its autocast; four times as slow
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             on_fake = {name: fake.from_tensor(value.cpu()) for name, value in batch.items()}
-            total, sums = counted(model.to_empty(device="cpu"), on_fake, fake)
+            total, sums = counted(model.to_empty(device="cpu"), on_fake, fake, counting)
     found = dict.fromkeys((*program.model.SUBLAYERS, REST), 0)
     for name, flops in sums.items():
         found[name.removesuffix(".backward")] += flops

@@ -9,7 +9,7 @@ import torch
 
 from fusion_lab.measuring.clocks import MOST_PENDING
 from fusion_lab.measuring.plotting import drawn
-from fusion_lab.training.files import UserError, finite, write_text
+from fusion_lab.training.files import UserError, finite, unwritten, write_text
 
 METRICS, CURVE = "metrics.jsonl", "learning_curve.png"
 
@@ -59,7 +59,7 @@ class Metrics:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(lines_of([*lines, *more]))
         except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror}") from None
+            raise unwritten(self.path, error) from None
 
     def draw(self, interrupted=None):
         """Path of the learning curve of all steps in the file, a PNG; None where that cannot be made, and

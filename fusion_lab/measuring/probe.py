@@ -45,6 +45,9 @@ def probe(trainer, batch, count_launches=True):
         return found
     found.saved = saved_activations(model, model.sublayers(),
                                     lambda: trainer.forward(batch, only_loss=True)["loss"])
+    if not on_gpu:
+        found.uncounted = ("compiled code hides its operations on a CPU; --disable-torch-compile counts them "
+                           "and their memory")
     if on_gpu and trainer.graph:
         found.peak, found.graph_kernels = trainer.graph.peak, trainer.graph.kernels
     if on_gpu and not count_launches:

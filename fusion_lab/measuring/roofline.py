@@ -1,15 +1,17 @@
 """What a step must cost at least: FLOPs and bytes, against what the device can do at most, measured on the
 spot.
 
-FLOPs are counted (flops.py). Bytes are formulas of the program's; where it has none a table says so.
+FLOPs are counted (flops.py). Bytes that a step must move at least are formulas of the program's; beside them
+are those that the operations of the baseline move, each by itself, which is the most that fusion can save.
 """
 from functools import partial
 
 import torch
 
 from fusion_lab.measuring.clocks import PhaseTimer
-from fusion_lab.measuring.flops import flops_by_sublayer
+from fusion_lab.measuring.flops import Traffic, flops_by_sublayer
 from fusion_lab.measuring.tables import cell
+from fusion_lab.measuring.variants import with_fusion
 from fusion_lab.training.machine import MEGABYTE, amp_dtype, runs_in_tf32
 
 # --- Ceilings of the device ---------------------------------------------------------------------------------
@@ -90,37 +92,57 @@ def flops_share(program, flops):
 def roofline_table(program, settings, on_gpu, ceilings, seconds):
     """Rows by sub-layer, forward and backward of all blocks in one step; seconds: {sub-layer: measured}.
     share is the longer of the times at both ceilings over the measured one; note, where there is one, says
-    what is not known, or why a row has no bound."""
+    why a row has no bound. baseline_bytes: what the baseline's operations move."""
     with torch.device("meta"):
         costs = program.model(settings.model, settings.fusion).costs(settings.training)
-    flops, rows = flops_by_sublayer(program, settings, on_gpu), []
+    batch, rows = program.data(settings).batch(0), []
+    flops, baseline = flops_by_sublayer(program, settings, on_gpu, batch), settings.fusion.preset(False)
+    unfused = flops_by_sublayer(program, with_fusion(settings, baseline), on_gpu, batch, Traffic)
+    scale = 0.5 if settings.training.use_amp else 1  # it was counted in float32
     for name in program.model.SUBLAYERS:
         moved, measured = total_bytes(costs.get(name)), seconds.get(name)
-        compute_s = flops[name] / ceilings["matmul_flops_per_s"]
-        memory_s = None if moved is None else moved / ceilings["copy_bytes_per_s"]
-        floor = max(compute_s, memory_s or 0)
-        share = floor / measured if floor and measured else None
-        row = dict(name=name, flops=flops[name], minimal_bytes=moved,
-                   flops_per_byte=flops[name] / moved if moved else None, compute_s=compute_s,
-                   memory_s=memory_s, measured_s=measured, share=share,
-                   bound="compute" if floor == compute_s else "memory")
-        if moved is None:
-            row["note"] = "bytes not worked out"
-        if (share or 0) > 1:
-            row.update(bound=None, share=None, note=FASTER)
+        row = dict(name=name, flops=flops[name], minimal_bytes=moved, baseline_bytes=scale * unfused[name],
+                   flops_per_byte=flops[name] / moved if moved else None,
+                   compute_s=flops[name] / ceilings["matmul_flops_per_s"],
+                   memory_s=None if moved is None else moved / ceilings["copy_bytes_per_s"],
+                   measured_s=measured, bound=None, share=None)
         rows.append(row)
+        if not moved:
+            row["note"] = "bytes not worked out" if moved is None else "nothing to do"
+            continue
+        floor = max(row["compute_s"], row["memory_s"])
+        if measured and floor > measured:
+            row["note"] = FASTER
+        else:
+            row.update(bound="compute" if floor == row["compute_s"] else "memory",
+                       share=floor / measured if measured else None)
     return rows
 
 
 def roofline_rows(table):
-    """roofline_table() as cells, the header first."""
-    rows = [["sub-layer", "GFLOP", "minimal MB, no weights", "FLOP/byte", "compute ms", "memory ms",
-             "measured ms", "bound", "share of ceiling"]]
-    for e in table:
+    """roofline_table() as cells, the header first, the sums over all sub-layers last."""
+    rows = [["sub-layer", "GFLOP", "minimal MB", "baseline MB", "FLOP/byte (of baseline MB)", "compute ms",
+             "memory ms", "measured ms", "bound", "share of ceiling"]]
+    for e in [*table, sums(table)]:
+        moved, unfused = e["minimal_bytes"], e["baseline_bytes"]
         note = f" ({e['note']})" if e.get("note") else ""
-        rows.append([e["name"], cell(e["flops"], ".2f", 1e-9), cell(e["minimal_bytes"], ".1f", 1 / MEGABYTE),
-                     cell(e["flops_per_byte"], ".1f"), cell(e["compute_s"], ".3f", 1e3),
-                     cell(e["memory_s"], ".3f", 1e3), cell(e["measured_s"], ".3f", 1e3),
-                     (e["bound"] or "none") + note,
+        times = f" ({unfused / moved:.1f}x)" if moved and unfused else ""
+        of_baseline = f" ({e['flops'] / unfused:.1f})" if unfused else ""
+        rows.append([e["name"], cell(e["flops"], ".2f", 1e-9), cell(moved, ".1f", 1 / MEGABYTE),
+                     cell(unfused, ".1f", 1 / MEGABYTE) + times,
+                     cell(e["flops_per_byte"], ".1f") + of_baseline,
+                     cell(e["compute_s"], ".3f", 1e3), cell(e["memory_s"], ".3f", 1e3),
+                     cell(e["measured_s"], ".3f", 1e3), (e["bound"] or "none") + note,
                      cell(e["share"], ".1f", 100, "%") or "above 100%" * (e.get("note") == FASTER)])
+    rows[-1][-2:] = ["", ""]
     return rows
+
+
+def sums(table):
+    """A row with the sums of the others, None where one of them is not known."""
+    keys = ("flops", "minimal_bytes", "baseline_bytes", "compute_s", "memory_s", "measured_s")
+    columns = {key: [row[key] for row in table] for key in keys}
+    whole = {key: None if None in column else sum(column) for key, column in columns.items()}
+    moved = whole["minimal_bytes"]
+    return dict(whole, name="all", bound=None, share=None,
+                flops_per_byte=whole["flops"] / moved if moved else None)

@@ -12,7 +12,7 @@ from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.roofline import dtype_name, matmul_ceiling
 from fusion_lab.training.checkpoints import own_random_numbers
 from fusion_lab.training.directory import RunDirectory
-from fusion_lab.training.files import UserError, printable, read_json
+from fusion_lab.training.files import FAILED, UserError, printable, read_json
 from fusion_lab.training.machine import amp_dtype, system_info
 from fusion_lab.training.reporting import print_result
 
@@ -29,6 +29,8 @@ def summarise(trainer, found, losses, times, interrupted=None):
         warmup_time=found.warmup_time, first_step_time=found.first_step_time, peak_memory_mb=peak,
         saved_activation_mb=found.saved_mb, launches_per_step=found.launches,
         launch_kind=launch_kind(device), graph_kernels=found.graph_kernels, flops_per_step=found.flops)
+    performance["not_measured"] = {key: found.uncounted for key in ("peak_memory_mb", "launches_per_step")
+                                   if found.uncounted and performance[key] is None}
     median = performance["median_batch_time"]
     achieved = median and found.flops / median
     ceiling = None
@@ -140,6 +142,19 @@ def completed(result, evaluations, earlier):
     if earlier and result["performance_summary"]["total_samples"]:
         result["compared_with_v1"] = print_against(earlier, result)
     return result
+
+
+def too_slow(result, least):
+    """The exit code of a run that was to be faster than an earlier one by a factor of `least` (None: by
+    none), beyond doubt: FAILED where the interval of the gain is not above it, or where there is none."""
+    if least is None:
+        return 0
+    found = result.get("compared_with_v1") or {}
+    low = found.get("speedup_low")
+    passed = low is not None and low > least
+    why = "there is no interval" if low is None else f"the interval of the speed-up begins at {low:.2f}"
+    print(f"--min-speedup {least:g}: {'passed' if passed else 'FAILED'}, {why}")
+    return 0 if passed else FAILED
 
 
 # What, beside the model's sizes, makes a ratio of speeds meaningless; and what else runs may differ in

@@ -12,9 +12,11 @@ from collections import Counter, defaultdict
 from fusion_lab.measuring.kinds import kind_of_kernel
 from fusion_lab.measuring.ranges import PHASES, RECOMPUTE, REST, place_of
 from fusion_lab.measuring.roctx import BLIND, GRAPHS
+from fusion_lab.measuring.spans import IMPOSSIBLE, Span, possible
 from fusion_lab.training.machine import MEGABYTE
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+JITTER = 1.0  # µs by which one clock may be off against itself
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime")
 OUTSIDE, NOT_RECORDED = "outside steps", "launch not recorded"  # phases of what has none
 
@@ -37,6 +39,20 @@ def sweep(events):
         yield start, index
     while stack:
         yield stack.pop()[0], stack[-1][1] if stack else None
+
+
+def possible_events(events):
+    """(those that count, with durations that can be true; how many durations could not)"""
+    def span(event):
+        arguments = event.get("args", {})
+        queue = (event.get("pid"), event["tid"]) if event.get("cat") in GPU_WORK else None
+        launch = arguments.get("correlation") if queue else None
+        return Span(event["name"], event["ts"], event["ts"] + event["dur"], queue, launch, launch)
+
+    spans = [*map(span, events)]
+    kept, impossible = possible(spans, JITTER)
+    return [event if now == span else dict(event, dur=now.time)
+            for event, span, now in zip(events, spans, kept, strict=True) if now], impossible
 
 
 def by_thread(events):
@@ -78,7 +94,7 @@ class TraceAnalysis:
     """A trace, reduced to sums per sub-layer and per kernel (per CPU operation where there is no GPU)."""
 
     def __init__(self, events, sublayers):
-        spans = [e for e in events if e.get("ph") == "X" and "dur" in e]
+        spans, self.impossible = possible_events([e for e in events if e.get("ph") == "X" and "dur" in e])
         names = {*sublayers, *(f"{name}.backward" for name in sublayers)}
         marks = [e for e in spans if e.get("cat") == "user_annotation"]
         self.named = [e for e in marks if e["name"] in names]
@@ -143,10 +159,12 @@ class TraceAnalysis:
         return sorted(rows, key=lambda entry: -entry["self_us"])
 
     def unrecorded(self, graph_kernels=None):
-        """What the profiler did not record, in sentences; graph_kernels: how many a graph's replay runs."""
+        """What the profiler did not record, or not as it was, in sentences; graph_kernels: how many a graph's
+        replay runs."""
+        wrong = [IMPOSSIBLE.format(self.impossible)] * bool(self.impossible)
         launches = {number: event for number, event in self.launch.items() if "Launch" in event["name"]}
         if launches and not self.on_gpu:
-            return [f"{len(launches)} launches and no kernel were recorded. {BLIND}"]
+            return [f"{len(launches)} launches and no kernel were recorded. {BLIND}", *wrong]
         replays = {number for number, event in launches.items() if "GraphLaunch" in event["name"]}
         kernels = [e for e in self.work if e["cat"] == "kernel" and self.launch_of(e)]
         recorded = sum(e["args"]["correlation"] in replays for e in kernels)
@@ -156,7 +174,7 @@ class TraceAnalysis:
         lost = [f"{recorded} of {expected} kernels of the graph's replays were recorded. {GRAPHS}"]
         differ = [f"The steps have {min(counts)} to {max(counts)} kernels: they differ, or the profiler lost "
                   "some."]
-        return lost * (recorded < expected) + differ * (min(counts) < max(counts))
+        return lost * (recorded < expected) + differ * (min(counts) < max(counts)) + wrong
 
     def memory_timeline(self):
         """[(microseconds since the first event, live bytes counted from there), ...]"""

@@ -82,6 +82,14 @@ def at_work(settings, on_gpu):
     return replace(settings.fusion, **{name: getattr(off, name) for name in idle})
 
 
+def name_of(settings, on_gpu):
+    """What a comparison calls the switches that act in these settings; None: they are more than switches."""
+    acting = [spelled(switch) for switch in settings.in_use(on_gpu)]
+    name = "+".join(acting) if acting[1:] else "".join([ONLY, *acting]) if acting else BASELINE
+    named = with_fusion(settings, fusion_named(name, settings.fusion))
+    return name if at_work(named, on_gpu) == at_work(settings, on_gpu) else None
+
+
 def default_names(settings, on_gpu):
     """The usual rows: what is on by default together and one by one, compiled, and on a GPU the presets; the
     command line's own switches if they are none of these."""

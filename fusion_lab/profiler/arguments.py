@@ -1,8 +1,9 @@
 """The command line of run_pytorch_profiler.py. Needs no torch."""
+from fusion_lab import commands
 from fusion_lab.training import flags
 from fusion_lab.training.options import flag
 
-SCRIPT = "run_pytorch_profiler.py"
+SCRIPT = commands.name("run_pytorch_profiler.py")
 ABOUT = """One PyTorch profiler session: where time and memory go, by sub-layer, forward and backward.
 
     ./run_pytorch_profiler.sh                     # trace, report, plots

@@ -4,6 +4,7 @@ import os
 import numpy as np
 
 from fusion_lab.measuring.plotting import drawn
+from fusion_lab.measuring.trace import NOT_RECORDED, OUTSIDE
 from fusion_lab.training.machine import MEGABYTE
 
 SUBLAYERS, TIMELINE = "time_by_sublayer.png", "memory_timeline.png"
@@ -19,9 +20,12 @@ def write_plots(directory, analysis, trace):
 
 def plot_sublayers(axis, entries, time_kind):
     """A bar for every sub-layer, its directions one after the other."""
-    names, left = list(dict.fromkeys(e["name"] for e in entries)), 0.0
+    def name_of(entry):  # what lies outside of all steps is no part of "rest", as in the report
+        return entry["direction" if entry["direction"] in (OUTSIDE, NOT_RECORDED) else "name"]
+
+    names, left = list(dict.fromkeys(map(name_of, entries))), 0.0
     for direction in dict.fromkeys(e["direction"] for e in entries):
-        times = {e["name"]: e["total_us"] / 1e3 for e in entries if e["direction"] == direction}
+        times = {name_of(e): e["total_us"] / 1e3 for e in entries if e["direction"] == direction}
         widths = np.array([times.get(name, 0.0) for name in names])
         axis.barh(names, widths, left=left, label=direction)
         left = left + widths

@@ -7,7 +7,7 @@ from collections import Counter
 from fusion_lab.measuring.analysis import ANALYSIS
 from fusion_lab.measuring.bench import release
 from fusion_lab.measuring.compare import compare
-from fusion_lab.measuring.comparison_table import Notes, below, table
+from fusion_lab.measuring.comparison_table import Notes, below, table, to_copy
 from fusion_lab.measuring.roofline import measure_ceilings, roofline_rows, roofline_table
 from fusion_lab.measuring.tables import markdown
 from fusion_lab.measuring.trace import TraceAnalysis, read_trace
@@ -32,6 +32,7 @@ from fusion_lab.profiler.report import (
 )
 from fusion_lab.training.files import FAILED, StopRequest, UserError, finite, read_json, write_json
 from fusion_lab.training.machine import choose_device
+from fusion_lab.training.reporting import command_of
 
 SUMMARY = "ablation_summary"
 
@@ -65,6 +66,7 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
     pictures = [] if code else write_plots(directory, analysis, trace)
     write_lines(report, report_lines(program, settings, analysis, pictures))
     print_session(analysis, directory, pictures)
+    print(f"To copy, without the profiler: {command_of(program, settings)}")
     if code:
         raise UserError("interrupted: the report is of the steps that there were", code)
     return analysis
@@ -107,7 +109,8 @@ def ablation(program, settings, directory, names, rounds, **options):
     release()
     if stop.signal:
         raise UserError("interrupted: what is known so far was kept", 128 + stop.signal)
-    lines, result = [*table(found.rows), "", *below(found)], save(found)
+    last = to_copy(program, settings, found.rows)
+    lines, result = [*table(found.rows), "", *below(found), "", *last], save(found)
     print("\n".join(lines))
     about = f"{machine_line(result)}, {program.sample(settings)}."
     write_lines(f"{path}.md", ["# Ablation", "", about, "", *lines])

@@ -23,6 +23,7 @@ SCRIPT = "run_all_profilers.sh"
 WRAPPERS = {"rocprofv3": Rocprofv3, "rocprof-sys": RocprofSys, "rocprof-compute": RocprofCompute}
 PYTORCH = os.path.join(ROOT, "run_pytorch_profiler.sh")
 NAMES = ("pytorch", *WRAPPERS)
+SLOW = "rocprof-sys"  # which --quick leaves out
 QUICK = ["--batch-size", "2", "--num-steps", "3", "--warmup-steps", "1"]
 QUICK_SIZES = [("--num-blocks", "2"), ("--num-seqs", "8"), ("--seq-len", "16")]  # of programs that have them
 ABOUT = f"""{', '.join(NAMES)} one after the other, each in its own directory, and
@@ -41,7 +42,7 @@ def profiler_list(text):
 
 def add_options(parser):
     parser.add_argument("--quick", action="store_true", help="small and short: "
-                        f"{' '.join([*QUICK, *map(' '.join, QUICK_SIZES)])}, and no roofline")
+                        f"{' '.join([*QUICK, *map(' '.join, QUICK_SIZES)])}, no rocprof-sys and no roofline")
     parser.add_argument("--only", metavar="LIST", type=profiler_list, help="run these; each must be possible")
     parser.add_argument("--skip", metavar="LIST", type=profiler_list, default=[], help="leave these out")
 
@@ -91,7 +92,8 @@ def summary_page(directory, outcomes, command_line):
 def run_all(arguments):
     """Exit code of the whole. Raises UserError where nothing was run."""
     options, own_flags = parse(arguments, SCRIPT, ABOUT, "complete_profiling_<time>", 14400, add_options)
-    names = [name for name in options.only or NAMES if name not in options.skip]
+    usual = [name for name in NAMES if not (options.quick and name == SLOW)]
+    names = [name for name in options.only or usual if name not in options.skip]
     if not names:
         raise UserError("--only, --skip: nothing is left to run")
     answer, _ = ask(options.program, own_flags)  # flags that it refuses end all of it here

@@ -15,6 +15,7 @@ from collections import defaultdict
 
 from fusion_lab.measuring.kinds import kind_of_kernel
 from fusion_lab.measuring.roctx import BLIND, GRAPHS
+from fusion_lab.measuring.spans import IMPOSSIBLE
 from fusion_lab.rocm import records, timeline
 from fusion_lab.training import files
 from fusion_lab.training.files import EXIT_CODES, OK, UserError, exit_code, printable
@@ -71,7 +72,7 @@ def counter_figures(rows):
 def summarize(directory):
     """Everything known about one result directory, as in rocprofv3_summary.json. Raises UserError."""
     directory = pathlib.Path(directory)
-    totals, source, names = records.read_kernels(directory)
+    totals, impossible, source, names = records.read_kernels(directory)
     counters, traces = records.read_counters(directory), timeline.read_traces(directory)
     launches, total = (sum(column) for column in zip((0, 0), *totals.values(), strict=True))
     session = read_json(directory / "manifest.json")
@@ -90,6 +91,7 @@ def summarize(directory):
         "launches_per_step": launches / steps if whole else None,
         "kernel_time_ms_per_step": total / 1e6 / steps if whole else None,
         "graphs": graphs, "launches_without_kernels": timeline.blind(traces),
+        "impossible_times": impossible,
         "by_kind": longest(kinds), "by_range": longest(timeline.time_by_range(traces)),
         "kernels": dict(list(longest(totals).items())[:TOP_KERNELS]),
         "gpu_busy_percent": None if counters else timeline.busy_percent(traces),  # counting keeps them apart
@@ -130,6 +132,8 @@ def render(summary):
                   f"recorded, so a step's number is unknown. {GRAPHS}"]
     if summary["launches_without_kernels"]:
         lines += [f"Caution: {summary['launches_without_kernels']} launches of a process, no kernel. {BLIND}"]
+    if summary["impossible_times"]:
+        lines += ["Caution: " + IMPOSSIBLE.format(summary["impossible_times"])]
     if summary["counted"] > summary["launches"]:
         lines += ["Caution: ROCm before 7.13 counts the whole run, whatever is selected or paused."]
     return "\n".join(lines) + "\n"

@@ -11,6 +11,7 @@ import re
 import sqlite3
 from collections import defaultdict
 
+from fusion_lab.measuring.spans import Span, possible
 from fusion_lab.training.files import UserError
 
 OF_COMPUTE = "rocprof-compute counters"
@@ -18,6 +19,9 @@ WORKLOADS = "workloads"  # of rocprof-compute: workloads/NAME/GPU, with folders 
 PASS = r"/(pass_\d+)/|/workloads/.+/out/([^/]+)/"  # the program runs again for each group of counters
 OWN_INPUT = "perfmon"  # folder of rocprof-compute with the lists of counters that it is to collect
 TIMES = ("starttimestamp", "endtimestamp")
+QUEUE = ("agentid", "gpuid", "queueid", "streamid")
+JITTER = 1000  # ns by which one clock may be off against itself
+UNKNOWN = "(unknown)"  # a kernel of which the profiler wrote no name
 COUNTER = re.compile("(sqc?|t[ad]|tc[acp]|grbm|cp[cf]|spi|gl[012]|gcea|gcr|utcl)[a-z]")  # as plain() has it
 
 
@@ -82,19 +86,40 @@ def add_up(entries):
     return dict(totals)
 
 
+# Readers of kernels return [(name, calls, nanoseconds)] and how many calls have impossible times.
+
+
 def read_stats(path):
-    rows = read_rows(path, "name", numbers=("calls", "totaldurationns"))
-    return (row for row in rows if row[1] >= 1)
+    entries, impossible = [], 0
+    for name, calls, time in read_rows(path, "name", numbers=("calls", "totaldurationns")):
+        if not (math.isfinite(calls) and math.isfinite(time)):
+            raise UserError(f"{path}: {name[:60]!r} has {calls} calls of {time} ns, which is impossible")
+        entries += [(name, calls, max(time, 0.0))] * (calls >= 1)
+        impossible += int(calls) * (time < 0)
+    return entries, impossible
+
+
+def read_spans(path, name="kernelname"):
+    """[Span] of the rows of a CSV file."""
+    header, spans = next(table(path)), []
+    columns = [column for column in (*QUEUE, "correlationid", "dispatchid") if column in header]
+    for kernel, *texts, start, end in read_rows(path, name, *columns, numbers=TIMES):
+        of = dict(zip(columns, texts, strict=True))
+        queue = tuple(map(of.get, QUEUE)) if "queueid" in of else None
+        launch, number = of.get("correlationid"), of.get("dispatchid")
+        spans.append(Span(kernel or UNKNOWN, start, end, queue, launch, number))
+    return spans
+
+
+def counted(spans):
+    """What readers of kernels return, of Spans."""
+    kept, impossible = possible(spans, JITTER)
+    return [(span.name, 1, span.time) for span in kept if span], impossible
 
 
 def read_trace(path, name="kernelname"):
-    return ((kernel, 1, end - start) for kernel, start, end in read_rows(path, name, numbers=TIMES))
-
-
-def read_long_form(path):
-    """rocprof-compute from 3.5 on: a row for each dispatch and counter, so a launch stands there often."""
-    launches = {tuple(row) for row in read_rows(path, "dispatchid", "kernelname", numbers=TIMES)}
-    return ((kernel, 1, end - start) for _, kernel, start, end in launches)
+    """Also rocprof-compute's from 3.5 on, which has a row for each dispatch and counter."""
+    return counted(read_spans(path, name))
 
 
 def query_rocpd(path, query):
@@ -108,19 +133,45 @@ def query_rocpd(path, query):
 
 
 def read_rocpd(path):
-    return query_rocpd(path, 'SELECT s.display_name, 1, k."end" - k.start FROM rocpd_kernel_dispatch k JOIN '
-                       "rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid")
+    """Every dispatch counts once, whether or not its kernel's symbol was written, under whatever name that
+    has. Schema 4 has times in a table of their own."""
+    kernels, symbols, stamps = ({row[1] for row in query_rocpd(path, f"PRAGMA table_info(rocpd_{table})")}
+                                for table in ("kernel_dispatch", "info_kernel_symbol", "timestamp"))
+
+    def of(table, columns, what, key):
+        """SQL: a value of one row of another table, or NULL."""
+        both = " AND o.guid = k.guid" * ("guid" in columns & kernels)
+        return f"(SELECT {what} FROM rocpd_{table} o WHERE o.id = k.{key}{both} LIMIT 1)"
+
+    if {"start", "end"} <= kernels:
+        times = ["k.start", 'k."end"']
+    elif {"start_id", "end_id"} <= kernels and "value" in stamps:
+        times = [of("timestamp", stamps, "o.value", key) for key in ("start_id", "end_id")]
+    elif kernels:
+        version = query_rocpd(path, "SELECT value FROM rocpd_metadata WHERE tag = 'schema_version'")
+        raise UserError(f"{path}: rocpd's schema {''.join(*version)} is not known here")
+    else:
+        raise UserError(f"{path}: not a rocpd database: it has no table rocpd_kernel_dispatch")
+    names = [of("info_kernel_symbol", symbols, f"nullif(o.{name}, '')", "kernel_id")
+             for name in ("display_name", "kernel_name") if name in symbols]
+    queue = ("guid", "track_id", "agent_id", "queue_id", "stream_id")
+    fields = ", ".join([f"coalesce({', '.join([*names, repr(UNKNOWN)])}, '')", *times,
+                        *(f"k.{name}" for name in queue if name in kernels)])
+    rows = query_rocpd(path, f"SELECT {fields} FROM rocpd_kernel_dispatch k")
+    return counted([Span(name, math.nan if None in (start, end) else start, end or 0.0,
+                         tuple(queue) if len(queue) > 1 else None) for name, start, end, *queue in rows])
 
 
 SOURCES = (("kernel statistics CSV", "*kernel_stats.csv", read_stats),
            ("kernel trace CSV", "*kernel_trace.csv", read_trace),
-           (OF_COMPUTE, "pmc_perf*.csv", read_trace), (OF_COMPUTE, "results_pmc_perf_*.csv*", read_long_form),
+           (OF_COMPUTE, "pmc_perf*.csv", read_trace), (OF_COMPUTE, "results_pmc_perf_*.csv*", read_trace),
            ("rocpd database", "*.db", read_rocpd))
 KERNEL_FILES = [pattern for _, pattern, _ in SOURCES]
 
 
 def read_kernels(directory):
-    """({kernel name: (calls, nanoseconds)}, their source in words, its files), of the first that has any."""
+    """({kernel name: (calls, nanoseconds)}, how many calls have impossible times, their source in words, its
+    files), of the first that has any."""
     for source, pattern, reader in SOURCES:
         # of rocprof-compute's workloads the one with counters first
         files = sorted(result_files(directory, pattern), key=lambda path: "_roof" in str(path))
@@ -128,15 +179,17 @@ def read_kernels(directory):
             files = [path for path in files if set(TIMES) <= set(next(table(path)))][:1]
         elif any(WORKLOADS in path.relative_to(directory).parts for path in files):
             files = [path for path in files if path.parents[1] == files[0].parents[1]]  # processes of one run
-        if totals := add_up(row for path in files for row in reader(path)):
-            return totals, source, [str(path.relative_to(directory)) for path in files]
-    return {}, None, []
+        found = [reader(path) for path in files]
+        if totals := add_up(entry for entries, _ in found for entry in entries):
+            names = [str(path.relative_to(directory)) for path in files]
+            return totals, sum(impossible for _, impossible in found), source, names
+    return {}, 0, None, []
 
 
 def read_memory_copies(directory):
     """Copies by the DMA engines; copies done by a kernel are in the kernel table. None if not traced."""
     rows = [row for path in result_files(directory, "*memory_copy_trace.csv")
-            for row in read_trace(path, "direction")]
+            for row in read_trace(path, "direction")[0]]
     return {"count": len(rows), "time_ms": sum(time for *_, time in rows) / 1e6} if rows else None
 
 

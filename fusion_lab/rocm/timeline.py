@@ -4,7 +4,8 @@ import re
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
-from fusion_lab.rocm.records import TIMES, add_up, read_rows, result_files
+from fusion_lab.measuring.spans import possible
+from fusion_lab.rocm.records import JITTER, TIMES, add_up, read_rows, read_spans, result_files
 
 OUTSIDE = "outside all ranges"
 REPLAY = "hipGraphLaunch"
@@ -22,9 +23,14 @@ def read_traces(directory):
     def rows(prefix, what, *names, numbers):
         path = pathlib.Path(f"{prefix}{what}_trace.csv")
         return list(read_rows(path, *names, numbers=numbers)) if path.exists() else []
+
+    def kernels(prefix):
+        found = rows(prefix, "kernel", "agentid", numbers=("correlationid", *TIMES))
+        spans, _ = possible(read_spans(pathlib.Path(f"{prefix}kernel_trace.csv")) if found else [], JITTER)
+        return [(*of[:2], span.start, span.end) for of, span in zip(found, spans, strict=True) if span]
     prefixes = {re.sub(r"(kernel|hip_api)_trace\.csv$", "", str(path)) for what in ("kernel", "hip_api")
                 for path in result_files(directory, f"*{what}_trace.csv")}
-    return [Trace(rows(prefix, "kernel", "agentid", numbers=("correlationid", *TIMES)),
+    return [Trace(kernels(prefix),
                   rows(prefix, "hip_api", "function", "threadid", numbers=("correlationid", TIMES[0])),
                   rows(prefix, "marker_api", "function", "threadid", numbers=TIMES))
             for prefix in sorted(prefixes)]
@@ -49,7 +55,8 @@ def busy_percent(traces):
     by_gpu = defaultdict(list)
     for trace in traces:
         for gpu, _, start, end in trace.kernels:
-            by_gpu[gpu].append((start, end))
+            if end:  # else its times are impossible
+                by_gpu[gpu].append((start, end))
     busy = whole = 0.0
     for spans in by_gpu.values():
         reached = begin = min(start for start, _ in spans)

@@ -6,6 +6,7 @@ from fusion_lab.measuring.roctx import GRAPHS
 from fusion_lab.rocm import failures, preflight
 from fusion_lab.training import files, flags, torchrun
 from fusion_lab.training.files import FAILED, PROGRAM_FAILED, printable
+from fusion_lab.training.options import GRAPHED
 from fusion_lab.training.program import DEFAULT_PROGRAM
 
 # Ranges, start and stop for the profiler outside, and no torch.profiler inside: two cannot share a GPU. Tools
@@ -91,8 +92,8 @@ class Wrapper:
 
     @property
     def graphs_asked_for(self):
-        """Whether the user's flags ask for CUDA graphs, or for the mode of torch.compile that makes some."""
-        return any(word == "--enable-cuda-graphs" or word.endswith("reduce-overhead")
+        """Whether the user's flags ask for CUDA graphs, or for a mode of torch.compile that makes some."""
+        return any(word == "--enable-cuda-graphs" or word.endswith(GRAPHED)
                    for word in self.own_flags)
 
     def has(self, option):
@@ -114,6 +115,9 @@ class Wrapper:
         yield from preflight.mismatch_warnings(self.tool, self.answer)
         if self.graphs_asked_for:
             yield GRAPHS
+        for word in self.options.tool_option:
+            if word.startswith("--") and not self.has(word.partition("=")[0]):
+                yield f"--tool-option={word}: the --help of {self.tool} does not list it"
 
     def about(self):
         """The tool and the torch, for whom it may concern."""

@@ -4,6 +4,10 @@ arguments.py says what is measured, and report.py what comes of it. A study's di
 results.jsonl with a line for every point that has ended: its run and sizes, `ok`, `reason` (why it failed),
 `seconds`, `system_info`, and `rows`, those of its comparison as --compare-fusion wrote them.
 """
+from fusion_lab.training import files
+
+files.quiet(__name__, "torch", "numpy", "tqdm")
+
 import json
 import os
 import pathlib
@@ -131,11 +135,10 @@ def run_points(program, study, directory, lines, timeout, stop):
 
 
 def time_left(count, lines):
-    """"about 3 min left" for so many points that have yet to run, by those that have."""
+    """For so many points that have yet to run, by those that have."""
     if not lines:
         return "how long is known after the first point"
-    left = count * statistics.fmean(line["seconds"] for line in lines.values())
-    return f"about {left:.0f} s left" if left < 100 else f"about {left / 60:.0f} min left"
+    return files.time_left(count * statistics.fmean(line["seconds"] for line in lines.values()))
 
 
 def run_study(program, options, study, argv):

@@ -86,12 +86,20 @@ def claim_outputs(trainer, resumed):
     """Make the run's directory and the files that it saves into its own, or raise UserError now rather than
     after hours of training. A run that is resumed in its own directory goes on in it."""
     # Judge, before anything is moved: only a checkpoint of this program may be replaced
-    paths = {flag(name): getattr(trainer.training, name) for name in ("save_checkpoint", "save_best")}
+    training, place = trainer.training, os.path.realpath(trainer.settings.profiler.profile_dir)
+    paths = {flag(name): getattr(training, name) for name in ("save_checkpoint", "save_best")
+             if getattr(training, name)}
     for name, path in paths.items():
-        if path and path.endswith(OTHER_RESULTS):
+        if path.endswith(OTHER_RESULTS):
             raise UserError(f"{name} {path}: so this run names other results; give it a name in .pt")
-    earlier = {path: read_saved(path, name, trainer.program) if os.path.lexists(path) else None
-               for name, path in paths.items() if path}
+        above = os.path.dirname(os.path.dirname(os.path.realpath(path)))  # the last directory is made
+        if not os.path.isdir(above) and not os.path.realpath(path).startswith(place + os.sep):
+            raise UserError(f"{name} {path}: there is no directory {above}")
+    try:
+        earlier = {path: read_saved(path, name, trainer.program) if os.path.lexists(path) else None
+                   for name, path in paths.items()}
+    except UserError as error:
+        raise UserError(f"{error}; it was not overwritten") from None
     # Hold: no other run writes there from now on
     RunDirectory(trainer.program, trainer.settings).claim(resumed)
     for path in earlier:

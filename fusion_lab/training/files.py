@@ -2,6 +2,7 @@
 that one run at a time writes into, Ctrl-C. Standard library only: the AMD wrappers use it without torch.
 """
 import contextlib
+import errno
 import fcntl
 import importlib.util
 import io
@@ -32,10 +33,19 @@ class UserError(Exception):
 
 # --- Files --------------------------------------------------------------------------------------------------
 
+FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up",
+        errno.EFBIG: "the file is larger than `ulimit -f` allows"}
+
+
+def unwritten(path, error):
+    """The UserError for an OSError in writing to a path. A full disk is no wrong use."""
+    return UserError(f"cannot write {path}: {FULL.get(error.errno, error.strerror)}",
+                     FAILED if error.errno in FULL else USAGE)
+
 
 def write_atomically(path, write):
-    """write(file) into <path>.part, then rename that: a kill leaves the old file or the new one, whole. A
-    full disk is told in the system's words, since write() fills memory. Raises UserError."""
+    """write(file) into <path>.part, then rename that: a kill leaves the old file or the new one, whole. Since
+    write() fills memory, it is not the one that meets a full disk. Raises UserError."""
     content = io.BytesIO()
     write(content)
     path = os.path.realpath(path)  # through a symbolic link, not over it
@@ -51,7 +61,7 @@ def write_atomically(path, write):
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(part)
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        raise unwritten(path, error) from None
 
 
 def write_text(path, text):
@@ -132,7 +142,7 @@ def claim_file(path):
         os.makedirs(os.path.dirname(place), exist_ok=True)
         hold(f"{place}{LOCK}", os.O_CREAT | os.O_RDWR)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        raise unwritten(path, error) from None
 
 
 def hold(path, flags):
@@ -189,6 +199,10 @@ def quiet(name, *packages):
         sys.exit(MISSING)
     if name != "__main__":
         return
+    for number, stream in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, stream) is None:  # closed, as by `2>&-`: the next file to open would take its place
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            setattr(sys, stream, open(number, "r+", closefd=False))
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -248,6 +262,15 @@ def require_packages(program, *names):
         raise SystemExit(MISSING)
 
 
+def interpreter_fault():
+    """Why Triton's interpreter cannot run kernels here, one line; None where it can."""
+    import numpy
+    import triton
+    if triton.__version__.startswith("3.6.") and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
+        return "Triton 3.6's interpreter fails with NumPy 2.4: pip install 'numpy<2.4', or a newer Triton"
+    return None
+
+
 OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED|allocate memory|start new thread", re.IGNORECASE)
 
 
@@ -255,7 +278,7 @@ def explain(error):
     """(exit code, message) for errors of the machine rather than of this program; None for others."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" \
             or OUT_OF_MEMORY.search(str(error)):
-        return FAILED, "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp"
+        return FAILED, "out of memory: lower --batch-size or another size, or add --use-amp"
     if re.search("gloo|nccl", str(error), re.IGNORECASE):
         return FAILED, f"a rank lost the others: {str(error).splitlines()[0][:200]}"
     if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
@@ -280,7 +303,12 @@ def exit_code(run, argv, program):
 def ending(run, argv):
     """(exit code, why it failed or None) of run(argv)."""
     try:
-        code = run(argv)
+        try:
+            code = run(argv)
+        except SystemExit as ended:  # after --help, say, where argparse passes over what cannot be written
+            if not ended.code:
+                print(end="", flush=True)
+            raise
         print(end="", flush=True)
         return code, None
     except UserError as error:
@@ -292,9 +320,9 @@ def ending(run, argv):
         return CLOSED_PIPE, None
     except OSError as error:
         if error.filename is not None:
-            return USAGE, f"{error.filename}: {error.strerror}"
+            return (FAILED if error.errno in FULL else USAGE), f"{error.filename}: {error.strerror}"
         drop_output()  # a full disk behind it, on which Python's end would fail, too
-        return FAILED, f"writing: {error.strerror or error}"
+        return FAILED, f"the output cannot be written: {FULL.get(error.errno, error.strerror or error)}"
     except (MemoryError, RuntimeError) as error:
         if expected := explain(error):
             return expected
@@ -313,6 +341,11 @@ def drop_output():
 def printable(text):
     """Text on one line: control characters, such as a name may hold, are spelled out."""
     return "".join(c if c.isprintable() or "\udc80" <= c <= "\udcff" else ascii(c)[1:-1] for c in str(text))
+
+
+def time_left(seconds):
+    """In words."""
+    return f"about {seconds:.0f} s left" if seconds < 100 else f"about {seconds / 60:.0f} min left"
 
 
 def counted(number, noun):

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from functools import partial
 
 from fusion_lab import __version__
-from fusion_lab.training import files, torchrun
+from fusion_lab.training import files, hints, torchrun
 from fusion_lab.training.files import EXIT_CODES
 from fusion_lab.training.options import ProfilerConfig, as_flag, flag
 from fusion_lab.training.program import Program, Settings, load_program
@@ -71,7 +71,8 @@ def require_paths(parser, program, settings):
         value = getattr(settings.training, f.name)
         paths = value if isinstance(value, list) else [value]
         if f.metadata["read"] and value is not None and not any(
-                path == "-" or os.path.exists(path) for path in paths):
+                path == "-" or os.path.exists(path) or os.path.exists(path.rpartition(":")[0])  # FILE:CHAIN
+                for path in paths):
             parser.error(f"argument {flag(f.name)}: {paths[0]}: no such file or directory")
 
 
@@ -80,6 +81,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        if self.add_help:
+            self.add_argument("--version", action="version", help="its version, and end",
+                              version=f"{os.path.basename(self.prog)} of TinyOpenFold {__version__}")
 
     def parse_args(self, args=None, namespace=None):
         found, unknown = self.parse_known_args(args, namespace)
@@ -92,9 +96,12 @@ class Parser(argparse.ArgumentParser):
         known, near = [name for name in self._option_string_actions if name.startswith("--")], []
         for word in words:
             if word.startswith("-"):
-                near += difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), known, 1, 0.7)
+                word = word.partition("=")[0].replace("_", "-")
+                close = difflib.get_close_matches(word, known, len(known), 0.6)
+                near += [name for name in close if name.startswith(word)] or \
+                    difflib.get_close_matches(word, known, 1, 0.7)
         meant = f" (did you mean {', '.join(near)}?)" if near else ""
-        self.error(f"unrecognized arguments: {shlex.join(words)}{meant}{hint}")
+        self.error(f"unrecognized arguments: {shlex.join(words)}{meant}{hint}{hints.of(words)}")
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n" if torchrun.first() else None)
@@ -183,18 +190,21 @@ VERBS = {  # of every program, instead of training: (what --help says, module:fu
 QUESTION = "--check-flags"
 
 
+def imported(place):
+    """What stands at "module:function", where it is used."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def verb(program, arguments, mode):
     """verb(program, settings) -> exit code, of what parsed arguments ask for; None: training."""
     if arguments.check_flags:
-        from fusion_lab.training.reporting import print_settings
-        return partial(print_settings, asked=mode)
+        return partial(imported("fusion_lab.training.reporting:print_settings"), asked=mode)
     if mode is None:
         return None
     torchrun.require_alone(mode)
     place = VERBS[mode][1] if mode in VERBS else program.modes[mode]
-    if isinstance(place, str):  # imported where it is used
-        module, _, name = place.partition(":")
-        place = getattr(importlib.import_module(module), name)
+    place = imported(place) if isinstance(place, str) else place
     given = dict(names=arguments.variants, rounds=getattr(arguments, "num_steps", None))
     return partial(place, **given) if mode == "--compare-fusion" else place
 
@@ -228,8 +238,6 @@ def make_parser(program, about=None, prog=None):
         add_modes(parser, program)
     parser.add_argument("--program", metavar="FILE", default=None,
                         help=f"another model's file, which ends in its PROGRAM (default: {program.name})")
-    parser.add_argument("--version", action="version", help="its version, and end",
-                        version=f"{program.name} of TinyOpenFold {__version__}")
     return parser
 
 
@@ -248,6 +256,8 @@ def add_modes(parser, program):
                           "baseline, fused, only-X of each default fusion, compiled; on a GPU presets)")
     compared.add_argument("--compare-with-v1", metavar="FILE", help="after training, speed-up and memory "
                           "against an earlier summary (default: none)")
+    compared.add_argument("--min-speedup", type=float, metavar="X", help="with --compare-with-v1: exit code "
+                          "1 unless the speed-up's 95%% interval lies above X (default: none)")
 
 
 def own_modes(program):
@@ -338,8 +348,10 @@ def parse(parser, program, argv):
                f"not with {mode}, which takes {', '.join(map(flag, own[mode]))}")
     elif mode:
         files_and_records = training_only(program.training_config, ProfilerConfig)
-        refuse(parser, arguments, [*files_and_records, "compare_with_v1"],
+        refuse(parser, arguments, [*files_and_records, "compare_with_v1", "min_speedup"],
                f"belongs to training, not to {mode}")
+    if given.get("min_speedup") is not None and not given["compare_with_v1"]:
+        parser.error("argument --min-speedup: needs --compare-with-v1")
     if given.get("variants") is not None and mode != "--compare-fusion":
         parser.error("argument --variants: needs --compare-fusion")
     try:

@@ -11,6 +11,7 @@ from dataclasses import fields
 import torch
 
 from evoformer_kernels.limits import HAS_TRITON
+from evoformer_kernels.precision import set_tf32_products
 from fusion_lab.training.files import NO_GPU, UserError, counted
 from fusion_lab.training.options import DEVICE, DEVICES, flag
 from fusion_lab.training.torchrun import place
@@ -78,7 +79,7 @@ def process_settings(settings, device):
     if device.type == "cpu":
         keep_freed_memory()
     else:
-        torch.backends.cuda.matmul.allow_tf32 = runs_in_tf32(settings.training, device)
+        set_tf32_products(runs_in_tf32(settings.training, device))
 
 
 def system_info(device):
@@ -126,7 +127,7 @@ def require_memory(program, device, *settings):
     if free is None or (least := program.model.least_bytes(leanest)) <= free:
         return
     plain = program.settings()
-    sizes = [f.name for f in fields(program.model_config) if f.metadata["low"] == 1] + ["batch_size"]
+    sizes = [*(f.name for f in fields(program.model_config) if f.metadata["low"] == 1), *program.axes]
     name = max(sizes, key=lambda size: leanest.get(size) // plain.get(size))  # what was asked too much of
 
     def fits(value):

@@ -79,7 +79,7 @@ def as_flag(name, value):
 
 
 DEVICE, DEVICES = re.compile("auto|cpu|cuda(:[0-9]+)?|[0-9]+"), "auto, cpu, cuda, cuda:N or N"
-COMPILE_MODES = ("default", "reduce-overhead")  # in the second torch.compile makes CUDA graphs of its own
+GRAPHED = ("reduce-overhead", "max-autotune")  # modes in which torch.compile makes CUDA graphs of its own
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,19 @@ class Switches(Checked):
                                          preset=True)
     enable_triton_adamw: bool = option(False, "master weights: clipping, AdamW and copy in one kernel",
                                        ultra=True)
-    torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)
+    torch_compile_mode: str = option("default", "mode of torch.compile", choices=("default", *GRAPHED))
 
     def __post_init__(self):
         super().__post_init__()
         if self.enable_cuda_graphs and self.torch_compile_mode == "reduce-overhead":
             self.refuse("torch_compile_mode", "makes CUDA graphs of its own; not together with "
                         "--enable-cuda-graphs")
+
+    @property
+    def compile_mode(self):
+        """The mode as torch.compile knows it: a step in one CUDA graph wants none of the compiler's."""
+        autotunes = self.enable_cuda_graphs and self.torch_compile_mode == "max-autotune"
+        return "max-autotune-no-cudagraphs" if autotunes else self.torch_compile_mode
 
     @classmethod
     def names(cls):
@@ -122,8 +128,7 @@ class Switches(Checked):
     def idle(self, settings, on_gpu):
         """{field: why it changes nothing in these settings here}, of switches that are on and other fields
         that are not at their defaults."""
-        graphs = self.enable_cuda_graphs or (self.enable_torch_compile
-                                             and self.torch_compile_mode == "reduce-overhead")
+        graphs = self.enable_cuda_graphs or self.enable_torch_compile and self.torch_compile_mode in GRAPHED
         masters_run = on_gpu and HAS_TRITON and settings.training.use_amp and self.enable_master_weights
         return {name: why for name, why, holds in (
             ("enable_cuda_graphs", "CUDA graphs need a GPU", graphs and not on_gpu),
@@ -141,10 +146,12 @@ class Switches(Checked):
         last = {f.name for f in fields(Switches)}
         return {f.metadata["title"]: f.name for f in sorted(titled, key=lambda f: f.name in last)}
 
-    def beside(self):
-        """Flags of the switches without a title that differ from their defaults."""
-        return [as_flag(f.name, getattr(self, f.name)) for f in fields(self) if isinstance(f.default, bool)
-                and not f.metadata["title"] and getattr(self, f.name) != f.default]
+    def beside(self, in_use):
+        """{name in the start-up lines: whether it is on} of the switches without a title that act, or that
+        are off against their default. in_use: names of those that act."""
+        return {f.name.removeprefix("enable_").replace("_", " ").title(): f.name in in_use
+                for f in fields(self) if isinstance(f.default, bool) and not f.metadata["title"]
+                and (f.name in in_use or f.default and not getattr(self, f.name))}
 
 
 def shared(name):

@@ -99,11 +99,18 @@ class Data:
 @dataclass(frozen=True)
 class Cost:
     """What one sub-layer needs at least, by formulas: FLOPs of its forward pass (backward takes twice as
-    many), and bytes moved forward and backward, None where nobody has worked them out. The FLOPs say which
-    sub-layers do equal work, and stand beside the count in the tests."""
-    flops: float
+    many), which stand beside the count in the tests, and bytes moved forward and backward; None where nobody
+    has worked them out."""
+    flops: float | None = None
     forward_bytes: float | None = None
     backward_bytes: float | None = None
+
+    @classmethod
+    def of(cls, module, forward, backward, element):
+        """Of a module whose activations move so many bytes forward and backward: with its weights, which
+        have so many bytes an element, are read in both, and in backward get a gradient."""
+        weights = element * sum(parameter.numel() for parameter in module.parameters())
+        return cls(None, forward + weights, backward + 2 * weights)
 
     def times(self, count):
         """The same of so many."""

@@ -8,8 +8,11 @@ import sys
 import numpy as np
 import torch
 
+from fusion_lab.measuring.variants import name_of
 from fusion_lab.training.files import FAILED, UserError
-from fusion_lab.training.machine import cpu_name, runs_in_tf32
+from fusion_lab.training.flags import command_line
+from fusion_lab.training.machine import MEGABYTE, cpu_name, runs_in_tf32
+from fusion_lab.training.options import GRAPHED
 
 
 def require_finite(loss, step):
@@ -56,21 +59,26 @@ def describe_start(trainer, source):
         on = getattr(settings.fusion, switch)
         remark = f" ({own['remarks'][switch]})" if on and switch in own["remarks"] else ""
         print(f"   {title}: {'Enabled' if on else 'Disabled'}{remark}")
+    on_gpu, fusion = device.type == "cuda", settings.fusion
+    for title, on in fusion.beside(settings.in_use(on_gpu)).items():
+        print(f"   {title}: {'Enabled' if on else 'Disabled'}")
     if own["last"]:
         print(f"   {own['last']}")
-    if beside := settings.fusion.beside():
-        print(f"Besides: {' '.join(beside)}")
-    idle = settings.idle(device.type == "cuda")
+    kind = type(fusion)
+    if fusion not in (kind(), kind.preset(False), kind.preset(True), kind.ultra()) and (
+            name := name_of(settings, on_gpu)):
+        print(f"In a comparison: --variants {name}")
+    idle = settings.idle(on_gpu)
     if settings.training.use_tf32 and not runs_in_tf32(settings.training, device):
         idle.append("this device has no TF32")
     if idle:
         print(f"Not used here: {'; '.join(idle)}")
     if busy := busy_line(device):
         print(busy)
-    fusion = settings.fusion
-    if torch.version.hip and fusion.enable_torch_compile and fusion.torch_compile_mode == "reduce-overhead":
+    if torch.version.hip and fusion.enable_torch_compile and fusion.compile_mode in GRAPHED:
         print("Note: on ROCm, training in mode reduce-overhead was seen to go wrong silently "
-              "(pytorch issue 187715): compare its losses with those of the default mode")
+              "(pytorch issue 187715), and this mode makes the same graphs: compare its losses with those of "
+              "the default mode")
     sys.stdout.flush()
 
 
@@ -95,6 +103,14 @@ def print_ending(trainer, paths, stopped):
     elif saved:
         steps = planned if done < planned else 2 * planned
         print(f"Continue: the same flags and --resume {shlex.quote(saved)} --num-steps {steps}")
+
+
+def command_of(program, settings):
+    """The command line that trains in these settings, to be copied into a shell."""
+    start = f"python {shlex.quote(os.path.relpath(program.file))}" if program.name.endswith(".py") else (
+        program.name)
+    words = [*command_line(program, settings), f"--num-steps={settings.training.num_steps}"]
+    return " ".join([start, *map(shlex.quote, words)])
 
 
 MOST_BYTES = 1024  # of the line of JSON that ends the output
@@ -133,5 +149,5 @@ def print_settings(program, settings, asked):
         mode="check_flags", asked=asked, program=program.name, suffix=program.suffix,
         summary=program.result("performance_summary"), **settings.as_dict(), torch=torch.__version__,
         torch_path=torch.__file__, hip=torch.version.hip, cuda=torch.version.cuda,
-        gpus=torch.cuda.device_count())))
+        gpus=torch.cuda.device_count(), least_memory_mb=program.model.least_bytes(settings) / MEGABYTE)))
     return 0

@@ -13,6 +13,9 @@ from companions import backbones
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import saved_activations
 from fusion_lab.measuring.flops import flops_by_sublayer
+from fusion_lab.measuring.roofline import total_bytes
+from fusion_lab.training import cuda_graphs
+from fusion_lab.training.files import UserError
 from fusion_lab.training.program import load_program
 from tests.support import GOING_ON, ROOT, require_shared
 from tiny_openfold.proteins.files import AMINO_ACIDS
@@ -133,6 +136,26 @@ def test_a_default_step_has_about_half_the_arithmetic_and_three_fifths_of_the_me
     assert 0.4 < flops[1] / flops[0] <= 0.55 and 0.4 < saved[1] / saved[0] <= 0.65
 
 
+def test_bytes_and_flops_of_each_part_by_hand():
+    """32 residues of 16 channels, 2,048 bytes; 160 edges, 10,240 bytes; two layers of each kind."""
+    settings = PROGRAM.settings(**SMALL)
+    node, edge, index, atoms = 2048, 10240, 160 * 8, 32 * 48
+    cost = PROGRAM.model(settings.model, settings.fusion).costs(settings.training)
+    features, encoder, decoder = 31040, 19520, 15104  # bytes of weights
+    assert {name: total_bytes(c) for name, c in cost.items()} == dict(
+        features=2 * (edge + index + atoms) + 3 * features, W_e=5 * edge + 3 * 1088,
+        encoder=2 * (9 * edge + 12 * node + 4 * index + 3 * encoder), decoder_edges=7 * edge,
+        decoder=2 * (3 * edge + 18 * node + 2 * index + 3 * decoder))
+    flops = flops_by_sublayer(PROGRAM, settings, on_gpu=False)
+    of_node, of_edge, dense = 2 * 32 * 16 * 16, 2 * 160 * 16 * 16, 2 * 2 * 32 * 16 * 64
+    # twice five products; the first residues are zeros, which want no gradient
+    assert flops["encoder"] == 3 * 2 * (5 * of_node + 5 * of_edge + dense) - 2 * of_node
+    assert flops["decoder"] == 3 * 2 * (6 * of_node + of_edge + dense)
+    assert flops["decoder_edges"] == 3 * 2 * of_edge and flops["W_e"] == 3 * of_edge
+    alone = PROGRAM.model(settings.model, settings.fusion.preset(False)).costs(settings.training)
+    assert total_bytes(alone["decoder_edges"]) == 0
+
+
 # What it learns from, and which share of it the model recovers
 
 
@@ -158,6 +181,57 @@ def test_held_out_backbones_are_never_trained_on():
         assert not held_out & {x.numpy().tobytes() for x in source.batch(step)["X"]}
 
 
+def test_bucketing_uses_every_chain_once_in_batches_of_like_lengths():
+    values = dict(SMALL, seq_len=100, shortest=20)
+    plain, alike = ([PROGRAM.data(PROGRAM.settings(**values, enable_bucketing=on)).batch(step)
+                     for step in range(backbones.BLOCK)] for on in (False, True))
+    lengths = [sorted(batch["mask"].sum(1).tolist()) for batch in alike]
+    assert sorted(sum(lengths, [])) == sorted(n for batch in plain for n in batch["mask"].sum(1).tolist())
+    assert sum(long - short for short, long in lengths) <= 80 and lengths != sorted(lengths)
+    assert [batch["S"].shape[1] for batch in alike] == [backbones.bucket(int(n), 100) for _, n in lengths]
+    assert {batch["S"].shape[1] for batch in plain} == {100}
+    assert [backbones.bucket(n, 100) for n in (2, 32, 33, 64, 65, 100)] == [32, 32, 64, 64, 100, 100]
+
+
+def test_a_step_of_each_length_is_captured_once_and_trains_one_model(monkeypatch):
+    captured = []
+
+    class Captured:  # as GraphedStep, which needs a GPU
+        def __init__(self, run, batch, device):
+            self.run, self.shape = run, batch["S"].shape
+            captured.append(self.shape)
+
+        def __call__(self, batch):
+            assert batch["S"].shape == self.shape
+            return self.run(batch)
+    monkeypatch.setattr(cuda_graphs, "GraphedStep", Captured)
+    settings = PROGRAM.settings(**dict(SMALL, seq_len=64, shortest=20), enable_bucketing=True)
+    source, losses = PROGRAM.data(settings), []
+    for graphed in (False, True):
+        trainer = PROGRAM.trainer(PROGRAM, settings, CPU)
+        trainer.use_graph = graphed
+        losses.append([trainer.step(source.batch(step)).item() for step in range(12)])
+    assert losses[0] == losses[1] and sorted(captured) == [(2, 32), (2, 64)]
+
+
+def test_real_backbones_are_read_and_held_out_by_name(tmp_path):
+    families = require_shared("data", "families")
+    settings = PROGRAM.settings(**dict(SMALL, seq_len=48), data=str(families), enable_bucketing=True)
+    source = PROGRAM.data(settings)
+    assert len(source.names) + len(source.held_out) == 32 and 3 < len(source.held_out) < 15
+    assert not {*source.names} & {*source.held_out}
+    batch = source.batch(0)
+    bonds = (batch["X"][:, :, 1] - batch["X"][:, :, 0]).norm(dim=-1)[batch["mask"] > 0]  # N to CA
+    assert (bonds - 1.46).abs().max() < 0.1 and (batch["S"] < 20).float().mean() > 0.9
+    assert (batch["residue_idx"].diff() >= 0)[batch["mask"][:, 1:] > 0].all()
+    unseen = {batch["S"].numpy().tobytes() for batch in source.evaluation()}
+    assert len(unseen) == len(source.others) >= len(source.held_out)
+    (tmp_path / "one.pdb").write_bytes(next(families.glob("*.pdb")).read_bytes())
+    for place in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(UserError, match="--data"):
+            PROGRAM.data(settings.having(data=str(place)))
+
+
 def test_an_evaluation_is_of_every_residue_held_out():
     """By a model that is right of even tokens, with probability 1/2, and else says the next one, with 1/4."""
     class Known(torch.nn.Module):
@@ -167,7 +241,7 @@ def test_an_evaluation_is_of_every_residue_held_out():
             return dict(log_probs=torch.where(F.one_hot(S, 21) == 1, -(1 + odd) * math.log(2), torch.where(
                 F.one_hot((S + odd[..., 0]) % 21, 21) == 1, 0.0, -9.0)))
     source = PROGRAM.data(PROGRAM.settings(**SMALL))
-    tokens = np.concatenate([tokens for tokens, _ in source.made(backbones.HELD_OUT)])
+    tokens = np.concatenate([tokens for tokens, *_ in source.made(backbones.HELD_OUT)])
     even = (tokens % 2 == 0).mean()
     found = source.evaluate(SimpleNamespace(model=Known(), device=CPU), GOING_ON).details
     letter, share = source.constant()

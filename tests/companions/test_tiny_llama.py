@@ -12,6 +12,8 @@ from companions import text, ultra_block
 from evoformer_kernels.limits import HAS_TRITON
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import gpu_kernels
+from fusion_lab.measuring.flops import flops_by_sublayer
+from fusion_lab.measuring.roofline import total_bytes
 from fusion_lab.training.checkpoints import unpacked
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError
@@ -83,6 +85,23 @@ def test_labels_are_the_next_bytes_and_no_logit_sees_a_later_one():
     assert difference[:9].max() == 0 and difference[9:].min() > 0
 
 
+def test_bytes_and_flops_of_each_part_by_hand():
+    """x has 32 positions of 32 channels, 4,096 bytes; Q, K, V 64 channels, 8,192 bytes; two blocks."""
+    settings = PROGRAM.settings(**SIZES, seq_len=16, batch_size=2, data=str(ROOT / "README.md"))
+    cost = PROGRAM.model(settings.model, settings.fusion).costs(settings.training)
+    norm = (2 * 4096 + 128) + (3 * 4096 + 256)
+    attention = (4 * 4096 + 2 * 8192 + 12288) + (7 * 4096 + 3 * 8192 + 24576)
+    assert {name: total_bytes(c) for name, c in cost.items()} == dict(
+        input_layernorm=2 * norm, post_attention_layernorm=2 * norm, norm=norm, self_attn=2 * attention,
+        mlp=2 * ((2 * 4096 + 30720) + (3 * 4096 + 61440)), lm_head=(4096 + 32768) + (2 * 4096 + 65536))
+    flops = flops_by_sublayer(PROGRAM, settings, on_gpu=False)
+    assert flops["self_attn"] == 3 * 2 * (2 * 32 * 32 * 64 + 2 * 32 * 32 * 32 + 4 * 32 * 16 * 32)
+    assert flops["mlp"] == 3 * 2 * (6 * 32 * 32 * 80) and flops["lm_head"] == 3 * (2 * 32 * 32 * 256)
+    assert flops["norm"] == flops["input_layernorm"] == flops["rest"] == 0
+    half = PROGRAM.model(settings.model, settings.fusion).costs(settings.having(use_amp=True).training)
+    assert all(2 * total_bytes(half[name]) == total_bytes(c) for name, c in cost.items())
+
+
 # The corpus and its measures
 
 
@@ -102,6 +121,10 @@ def test_held_out_files_are_never_read_in_training(tmp_path):
     one.write_bytes(bytes(range(250)))
     source = PROGRAM.data(PROGRAM.settings(**SIZES, seq_len=16, data=str(one)))
     assert source.seen.tolist() == [*range(225)] and source.unseen.tolist() == [*range(225, 250)]
+    starts = torch.cat([source.batch(step)["ids"][:, 0] for step in range(1000)])
+    assert {*starts.tolist()} == {*range(225 - 16)}  # every window is drawn
+    evaluated = torch.cat([batch["targets"] for batch in source.evaluation(source.seen, 5)])
+    assert (evaluated[0, 0], evaluated[-1, -1]) == (1, 224)
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path):
@@ -179,6 +202,23 @@ def test_verdicts_on_one_kernel_a_block(graph, word):
     said = ultra_block.verdict([dict(name=name, median=t, p20=0.9 * t, p80=1.1 * t)
                                 for name, t in times.items()])
     assert "4.00x as fast as eager" in said and word in said
+
+
+def test_a_contest_counts_launches_and_tokens_and_sums_up_over_shapes(monkeypatch):
+    """On a CPU, where both ways are eager code, of 2 x 16 tokens."""
+    monkeypatch.setattr(ultra_block, "WAYS", {ultra_block.ULTRA: {}, ultra_block.EAGER: {}})
+    monkeypatch.setattr(ultra_block, "ROUNDS", 2)
+    settings = PROGRAM.settings(**SIZES, seq_len=16, batch_size=2, data=str(ROOT / "README.md"))
+    forward = ultra_block.rows_of(ultra_block.Forward, PROGRAM, settings, CPU)
+    step = ultra_block.rows_of(PROGRAM.trainer, PROGRAM, settings, CPU)
+    assert forward[0]["launches"] == forward[1]["launches"] < step[0]["launches"]
+    assert forward[0]["tokens_per_second"] == pytest.approx(32 / forward[0]["median"])
+    assert "launches" in ultra_block.beside(step)[1] and len(ultra_block.beside(step)) == 2
+    shapes = [dict(forward=dict(rows=[dict(name=name, median=t, tokens_per_second=8 / t) for name, t in (
+        (ultra_block.ULTRA, 1.0), (ultra_block.EAGER, gain))])) for gain in (4.0, 2.0)]
+    assert ultra_block.over_all(shapes, "forward") == (4.0, 3.0, 8.0)
+    shapes[0]["forward"]["rows"].pop()
+    assert ultra_block.over_all(shapes, "forward") is None
 
 
 def test_one_kernel_a_block_needs_a_gpu_and_says_so(capsys):

@@ -110,6 +110,8 @@ LAUNCHES = {
     "two layers, odd": (run, problems.two_layers, (1, 77, 128), 512),
     **{f"transition sub-layer, c {c}": (run, problems.transition_layer, (1, 16, 16, c), 4 * c)
        for c in (64, 128)},
+    **{f"SwiGLU transition, c {c}": (run, problems.swiglu_transition, (1, 16, 16, c), 4 * c)
+       for c in (64, 128)},
     **{f"outer product, N {N}, S {S}, c {c}": (run, problems.outer_first, 1, N, S, 32, c, True)
        for N, S, c in ((128, 64, 128), (16, 64, 128), (77, 77, 64), (77, 77, 72))},
     **{f"outer product added, c {c}, h {h}": (

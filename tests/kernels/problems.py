@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from evoformer_kernels import outer_product, outer_product_sides, projections, transition
+from evoformer_kernels import outer_product, outer_product_sides, projections, swiglu, transition
 from evoformer_kernels.attention import drop_in as attention_drop_in
 from evoformer_kernels.attention.function import Weights, attention_layer, gated_attention
 from evoformer_kernels.triangle_multiplication import drop_in as multiplication_drop_in
@@ -147,6 +147,14 @@ def transition_layer(dtype, shape, units, **options):
     return partial(transition.layer, **options), references.transition_layer, tensors
 
 
+def swiglu_transition(dtype, shape, units):
+    torch.manual_seed(0)
+    c = shape[-1]
+    tensors = drawn(dtype, shape, (c,), (c,), (2 * units, c), (c, units))
+    tensors[1:3] = 1 + 0.1 * tensors[1], 0.1 * tensors[2]
+    return swiglu.transition, references.swiglu_transition, tensors
+
+
 def multiplication(dtype, B, S, c, outgoing, masked, adds, shared, biased, **options):
     """masked: dimensions of the mask; adds: whether to x; biased: whether projections are."""
     torch.manual_seed(0)
@@ -238,6 +246,8 @@ FAMILIES = {  # the function of a problem, {name: what it is given behind the dt
         "two samples, odd": ((2, 5, 7, 32), 128), "several shares": ((1, 3, 130, 16), 64),
         "whole tiles": ((2, 8, 16, 32), 64), "units no multiple of a tile": ((1, 3, 11, 16), 192),
         "several tiles a program, odd": ((3, 9, 13, 16), 256)}),
+    "SwiGLU transition": (swiglu_transition, {  # shape of x, hidden units
+        "two samples, odd": ((2, 3, 5, 16), 40), "whole tiles": ((1, 8, 16, 32), 128)}),
     "multiplication": (multiplication, {  # B, S, c, outgoing, dims of mask, added, dropout along, biases
         "small": (1, 5, 16, True, 2, True, 1, True),
         "outgoing": (2, 13, 32, True, 2, True, 1, True),

@@ -68,6 +68,11 @@ def bias_gradient(partial_sums, length, dtype, transpose):
     return (out.mT if transpose else out).contiguous()
 
 
+def swiglu_transition(x, norm_weight, norm_bias, weight, out_weight, eps=1e-5):
+    gate, value = norm_project(x, norm_weight, norm_bias, weight, None, eps)[0].chunk(2, -1)
+    return F.linear(F.silu(gate) * value, out_weight)
+
+
 def outer_first(left, right, weight, bias, scale=1.0, onto=None):
     update = F.linear(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2), weight, bias) * scale
     return update if onto is None else onto + update

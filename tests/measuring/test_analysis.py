@@ -49,7 +49,8 @@ def analysed(events, directory, samples=(), untraced=3, seconds=0.25e-3, **found
     """analysis_of() a run of five steps, of which some were timed before the profiler began."""
     (directory / "t.json").write_text(json.dumps(dict(traceEvents=events)))
     settings = SECOND.settings(width=8, batch_size=3, device="cpu")
-    trainer = SimpleNamespace(program=SECOND, settings=settings, device=torch.device("cpu"))
+    trainer = SimpleNamespace(program=SECOND, settings=settings, device=torch.device("cpu"),
+                              model=SimpleNamespace(statistics=lambda: dict(kernels_by_rule=15, other=1)))
     profiling = SimpleNamespace(trace=str(directory / "t.json"), without=untraced, samples=list(samples),
                                 undisturbed=lambda steps: steps[:untraced] if untraced else steps)
     known = Findings(**{**dict(saved=dict(up=3 * MB, rest=MB), flops=7, launches=3), **found})
@@ -67,6 +68,9 @@ def test_a_cpu_is_timed_without_the_profiler(tmp_path):
     assert (up["total_us"], up["share"]) == (pytest.approx(3000.0), pytest.approx(0.75))
     assert (up["saved_activation_mb"], up["allocated_mb"]) == (3.0, None)
     assert (rest["name"], rest["total_us"], rest["launches"]) == ("rest", pytest.approx(1000.0), 2)
+    assert found["kernel_counts"] == dict(
+        kernels_per_step=3, kernels_are="cpu_ops", kernels_per_step_by_sublayer=dict(up=1, rest=2),
+        nominal=dict(kernels_by_rule=15))
     assert found["step"] == dict(
         untraced_ms=pytest.approx(1), p20_ms=pytest.approx(1), p80_ms=pytest.approx(1), traced_ms=0.1,
         gpu_busy_ms=None, step_times=pytest.approx([1e-3] * 3),
@@ -92,7 +96,8 @@ def test_a_gpu_is_timed_by_its_kernels(tmp_path):
         ("rest", "launch not recorded"): 4.0, ("rest", "backward"): 0.0}
     assert table["up", "forward"]["share"] == pytest.approx(30 / 104)
     assert [table["up", d]["launches"] for d in ("forward", "backward")] == [1, 1]
-    assert found["unit"] == "kernel" and found["coverage"]["unattributed"] == pytest.approx(4 / 104)
+    assert found["unit"] == "kernel" and found["coverage"] == pytest.approx(
+        dict(sublayers=90 / 104, rest=10 / 104, unattributed=4 / 104))
     assert [(e["name"], e["kind"], e["calls"], e["launches"], e["self_us"]) for e in found["kernels"]] == [
         ("sm90_gemm", "matrix product", 2, 2, 90.0),
         ("vectorized_elementwise_kernel", "elementwise", 1, 1, 10.0), ("Memcpy HtoD", "copy", 1, 0, 4.0)]
@@ -111,6 +116,9 @@ def test_shares_that_decide_on_a_gpu(busy, verdict):
     assert found["verdict"] == verdict and "every 10.0 µs" in found["text"]
     assert analysis.launch_arithmetic(None, step)["launches"] is None  # under --enable-rocm-profiling
     assert analysis.launch_arithmetic(1000, step, lost=True)["verdict"].startswith("undecided")
+    for busy, decided in ((11.0, True), (11.1, False), (6667.0, False)):
+        text = analysis.launch_arithmetic(1000, dict(step, gpu_busy_ms=busy))["text"]
+        assert text.startswith("not launch-bound: kernels run during 100%" if decided else "undecided")
 
 
 def test_blocks_that_are_one_piece_have_no_heaviest_sublayer(tmp_path):

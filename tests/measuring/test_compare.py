@@ -3,6 +3,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import signal
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 from fusion_lab.measuring import bench, clocks, compare
 from fusion_lab.measuring.bench import NEVER, alternate
 from fusion_lab.measuring.compare import Comparison, Row
-from fusion_lab.measuring.comparison_table import below, cells, headline, in_words
+from fusion_lab.measuring.comparison_table import below, cells, headline, in_words, to_copy
 from fusion_lab.measuring.variants import make_variants
 from tests.second_program import PROGRAM as SECOND
 from tests.second_program import Trainer
@@ -72,13 +73,17 @@ def test_steps_alternate_from_equal_weights_and_a_slowdown_is_one(counting):
                                                                           measured=True)
 
 
-@pytest.mark.parametrize("seconds, asked, ended", [  # of a round
-    (3, None, "20 rounds"), (7, None, "9 rounds in 63 s"), (100, None, "6 rounds in 600 s"),
-    (100, 9, "9 rounds")])
-def test_rounds_end_as_asked_or_after_twenty_or_a_minute(seconds, asked, ended, monkeypatch):
+@pytest.mark.parametrize("seconds, asked, ended, left", [  # of a round
+    (3, None, "20 rounds", "2 rounds done, about 54 s"),
+    (7, None, "9 rounds in 63 s", "1 round done, about 53 s"),
+    (100, None, "6 rounds in 600 s", "1 round done, about 8 min"),
+    (100, 9, "9 rounds", "1 round done, about 13 min")])
+def test_rounds_end_as_asked_or_after_twenty_or_a_minute(seconds, asked, ended, left, monkeypatch):
+    told = []
     monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=itertools.count(0, seconds).__next__))
     one = SimpleNamespace(reason=None, take_turn=lambda number, batch: None)
-    assert alternate([one], [None], asked, NEVER) == ended
+    assert alternate([one], [None], asked, NEVER, told.append) == ended
+    assert told[0] == f"{left} left" and len(told) > 4
 
 
 def measured(program, variants, broken=None):
@@ -223,6 +228,8 @@ def test_a_row_on_paper():
                               "50.0", "300 (-25%)"]
     assert cells(ROWS[0])[3:] == ["1", "80.0", "50.0", "400"]
     assert cells(a_row("few", 1.0, step_times=[1.0], speedup_low=None))[3] == "1.00x (1 round)"
+    assert cells(a_row("x", 1.1, speedup=1.05))[3].startswith("1.05x") and "pace" in cells(
+        a_row("x", 1.1, speedup=1.05))[3]  # the medians say the opposite, and the row says why
     assert cells(ROWS[5])[4:] == ["n/a", "50.0", "n/a"]
     assert cells(ROWS[6])[1].startswith("not measured: out of")
 
@@ -272,3 +279,23 @@ def test_below_the_table():
     # a signal in the second round
     rows = [ROWS[0], a_row("a", 0.8, step_times=[0.8], baseline_step_times=[1.0])]
     assert "process" not in " ".join(below(Comparison(dict(nominal=None, launch_kind=""), [], rows)))
+
+
+def row(name, speedup, low, loss=4.0, **switches):
+    fusion = dataclasses.asdict(dataclasses.replace(SETTINGS.fusion, **switches))
+    return compare.Row(name, fusion, step_times=[1.0], speedup=speedup, speedup_low=low,
+                       speedup_high=low and 9.0, first_loss=loss)
+
+
+@pytest.mark.parametrize("low, loss, lines, flags", [
+    (1.2, 4.001, 1, "--enable-fused-residual"), (1.2, 4.1, 2, None), (0.9, 4.0, 1, None),
+    (None, 4.0, 1, None), (1.2, math.nan, 2, None)])
+def test_the_command_to_copy_is_of_what_is_faster_beyond_doubt_and_has_the_baselines_loss(low, loss, lines,
+                                                                                          flags):
+    off = dict(enable_fused_relu=False)
+    rows = [row("baseline", 1.0, None, **off), row("fast", 2.0, low, loss, enable_fused_residual=True),
+            compare.Row("absent", {}, reason="no GPU")]
+    found = to_copy(SECOND, SETTINGS, rows)
+    assert len(found) == lines and ("did not pass" in found[0]) == (lines == 2)
+    assert found[-1].endswith(f"--num-steps={SETTINGS.training.num_steps}")
+    assert (flags or "--disable-fused-relu") in found[-1] and ("(fast)" in found[-1]) == bool(flags)

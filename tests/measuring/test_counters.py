@@ -112,6 +112,15 @@ def test_a_storage_is_saved_once_and_the_model_s_own_never():
     assert saved_activations(layer, [("layer", layer)], loss) == {"layer": 48, "rest": 48 + 48 + 4 + 48}
 
 
+def test_a_saved_slice_keeps_all_of_its_storage():
+    x = torch.randn(100, requires_grad=True)
+
+    def loss():
+        part = (2.0 * x)[:2]
+        return (part * part).sum()
+    assert saved_activations(torch.nn.Identity(), [], loss) == {"rest": 400}
+
+
 # Traces
 
 

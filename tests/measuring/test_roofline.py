@@ -8,7 +8,7 @@ import torch
 import tiny_openfold_v2 as tof
 from evoformer_kernels import limits
 from fusion_lab.measuring import clocks, roofline
-from fusion_lab.measuring.flops import flops_by_sublayer
+from fusion_lab.measuring.flops import Traffic, flops_by_sublayer
 from fusion_lab.training.program import Cost
 from tests.profiler.test_session import PROGRAM, given
 from tests.second_program import PROGRAM as SECOND
@@ -34,9 +34,10 @@ THREE = replace(SECOND, model=Three)
 
 @pytest.fixture
 def three(monkeypatch):
-    """The count of such a step: three blocks, backward twice as many, and what stands beside them."""
-    monkeypatch.setattr(roofline, "flops_by_sublayer",
-                        lambda *_: dict(a=9e6, b=9e6, c=18e6, rest=3e5))
+    """The count of such a step: three blocks, backward twice as many, and what stands beside them; and the
+    bytes of its baseline."""
+    counts = {(): dict(a=9e6, b=9e6, c=18e6, rest=3e5), (Traffic,): dict(a=9e4, b=3 * MB, c=0)}
+    monkeypatch.setattr(roofline, "flops_by_sublayer", lambda _, settings, on_gpu, batch, *what: counts[what])
 
 
 def test_shares_of_flops_are_of_the_sub_layers_alone():
@@ -56,13 +57,30 @@ def test_the_table_as_cells(three):
     """At 1 GFLOP/s and 1 MB/s; b is faster than that, which nothing can be."""
     rows = roofline.roofline_table(THREE, settings(), False, SPEEDS, dict(a=0.036, b=0.0091))
     assert [row["name"] for row in rows] == ["a", "b", "c"]
-    assert rows[1]["bound"] is rows[1]["share"] is rows[2]["measured_s"] is rows[2]["share"] is None
+    assert rows[1]["bound"] is rows[1]["share"] is rows[2]["measured_s"] is rows[2]["bound"] is None
     cells = roofline.roofline_rows(rows)
-    assert cells[1] == ["a", "0.01", "0.0", "500.0", "9.000", "18.000", "36.000", "memory", "50.0%"]
+    assert cells[1] == ["a", "0.01", "0.0", "0.1 (5.0x)", "500.0 (100.0)", "9.000", "18.000", "36.000",
+                        "memory", "50.0%"]
     assert cells[2][-2].startswith("none (faster") and cells[2][-1] == "above 100%"
-    assert cells[3] == ["c", "0.02", "", "", "18.000", "", "", "compute (bytes not worked out)", ""]
+    assert cells[3] == ["c", "0.02", "", "0.0", "", "18.000", "", "", "none (bytes not worked out)", ""]
+    assert cells[4] == ["all", "0.04", "", "3.1", " (11.1)", "36.000", "", "", "", ""]
     row = dict(rows[0], flops=2.5e9, minimal_bytes=1.5 * MB)
-    assert roofline.roofline_rows([row])[1][1:3] == ["2.50", "1.5"]
+    assert roofline.roofline_rows([row, row])[-1][1:3] == ["5.00", "3.0"]
+
+
+def test_without_bytes_there_is_no_bound_and_half_precision_has_half_the_bytes(three):
+    [_, _, c] = roofline.roofline_table(THREE, settings(), False, SPEEDS, dict(a=1.0, b=1.0, c=1.0))
+    assert c["bound"] is c["share"] is None and c["compute_s"] and c["note"]
+    half = roofline.roofline_table(THREE, settings(use_amp=True), False, SPEEDS, {})
+    assert half[0]["baseline_bytes"] == 4.5e4
+
+
+def test_bytes_of_operations_by_hand():
+    """A product of (2, 3) and (3, 4), and its ReLU in place; a view is free."""
+    with Traffic() as traffic:
+        (torch.ones(2, 3) @ torch.ones(3, 4)).view(8).relu_()
+    made = 4 * (6 + 12)
+    assert traffic.total == made + 4 * (6 + 12 + 8) + 4 * (8 + 8)
 
 
 def test_a_program_without_formulas_has_counted_flops_and_no_bound():

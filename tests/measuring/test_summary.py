@@ -59,6 +59,14 @@ def test_a_run_by_hand(monkeypatch, tmp_path, capsys):
     assert result["training_params"]["amp_dtype"] is None and result["version"] == "mlp"
 
 
+def test_a_long_run_keeps_the_times_of_its_last_thousand_steps():
+    times = np.zeros((1001, 4))
+    times[:, 1] = np.arange(1001)
+    found = summary.of_steps(SimpleNamespace(graph=None), [1.0] * 1001, times, 2)
+    assert found["step_times"] == [*range(1, 1001)]
+    assert (found["median_batch_time"], found["avg_training_speed"]) == (500, pytest.approx(2 / 500))
+
+
 def test_nobody_waits_for_a_ceiling_or_a_picture_after_ctrl_c(monkeypatch, tmp_path, capsys):
     class Interrupted(SECOND.trainer):
         def step(self, *arguments):
@@ -98,6 +106,14 @@ def now(peak=30.0, **values):
     return {**dict(performance_summary=dict(avg_training_speed=10.0, peak_memory_mb=peak),
                    config=dict(width=8), training_params=dict(batch_size=4, use_amp=False),
                    system_info=dict(gpu_name=None)), **values}
+
+
+@pytest.mark.parametrize("least, low, code", [
+    (None, None, 0), (1.3, 1.31, 0), (1.3, 1.3, 1), (1.3, 1.2, 1), (1.3, None, 1), (0.5, None, 1)])
+def test_a_speed_up_passes_by_its_interval(least, low, code, capsys):
+    result = dict(compared_with_v1=dict(speedup=1.6, speedup_low=low)) if low else {}
+    assert summary.too_slow(result, least) == code
+    assert ("FAILED" in capsys.readouterr().out) == bool(code)
 
 
 def test_against_an_earlier_run(capsys):

@@ -1,4 +1,6 @@
 """Traces made by hand, of a CPU and of a GPU, to sums by sub-layer, by kernel and over time."""
+import pytest
+
 from fusion_lab.measuring.ranges import RECOMPUTE, REST, place_of
 from fusion_lab.measuring.trace import OUTSIDE, Ranges, TraceAnalysis, with_own_times
 
@@ -133,8 +135,8 @@ def test_kernels_that_the_profiler_did_not_record():
     for step, kernels in enumerate((2, 1)):
         events.add("user_annotation", "forward", 1, 100.0 * step, 100.0)
         events.add("hip_runtime", "hipGraphLaunch", 1, 100.0 * step + 20, 5.0, correlation=step)
-        for _ in range(kernels):
-            events.add("kernel", "k", 7, 100.0 * step + 50, 1.0, correlation=step)
+        for place in range(kernels):
+            events.add("kernel", "k", 7, 100.0 * step + 50 + place, 1.0, correlation=step)
     events.add("kernel", "of an earlier step", 7, 5.0, 1.0, correlation=77)
     differ, = TraceAnalysis(events, SUBLAYERS).unrecorded()
     assert "1 to 2 kernels" in differ
@@ -144,6 +146,27 @@ def test_kernels_that_the_profiler_did_not_record():
     blind = [event for event in events if event["cat"] != "kernel"]
     assert "2 launches and no kernel" in TraceAnalysis(blind, SUBLAYERS).unrecorded()[0]
     assert TraceAnalysis([], SUBLAYERS).unrecorded() == [] and TraceAnalysis([], SUBLAYERS).steps == 1
+
+
+@pytest.mark.parametrize("kernel, start, duration, time, impossible", [
+    (1, 1000.0, 1.6e6, 50.0, 1), (2, 1050.0, 1.6e6, 30.0, 1), (2, 1050.0, -5.0, 0.0, 1),
+    (2, 1050.0, float("nan"), 0.0, 1), (1, 1000.0, 65.0, 65.0, 0),  # one may wait for the end of another
+    (3, 1080.0, 30.0, 30.0, 0), (3, 1080.0, 40.5, 40.5, 0)])  # of a graph, side by side; within the jitter
+def test_impossible_times_of_kernels_reach_no_sum(kernel, start, duration, time, impossible):
+    """Kernels of 20 µs in a stream at 1000, 1050, 1080, 1085 and 1100, of launches 1, 2, 3, 3 and 4; that at
+    1080 is recorded twice. Another stream works meanwhile."""
+    events = Events()
+    for number, at in ((1, 1000.0), (2, 1050.0), *2 * [(3, 1080.0)], (3, 1085.0), (4, 1100.0), (5, 1001.0)):
+        events.add("cuda_runtime", "cudaLaunchKernel", 1, 10.0 * number, 2.0, correlation=number)
+        changed = (number, at) == (kernel, start)
+        events.add("kernel", f"k{at:.0f}", 8 if number == 5 else 7, at, duration if changed else 20.0,
+                   correlation=number)
+    trace = TraceAnalysis(events, SUBLAYERS)
+    table = {row["name"]: (row["launches"], row["self_us"]) for row in trace.kernel_table()}
+    others = {f"k{at}": (1, 20.0) for at in (1000, 1001, 1050, 1080, 1085, 1100)}
+    assert table == others | {f"k{start:.0f}": (1, time)}
+    assert trace.gpu_busy() <= 120.0
+    assert len(trace.unrecorded()) == bool(impossible) == trace.impossible
 
 
 def test_names_of_sublayers_may_have_dots():

@@ -328,6 +328,7 @@ SINGLE = dict(dtype=torch.float32)
     (dict(SINGLE, length=64, biased=False), "flex"), (dict(SINGLE, length=65, biased=False), "sdpa"),
     (dict(SINGLE, strict=True), "math"), (dict(SINGLE, strict=True, length=512, biased=False), "math"),
     (dict(on_gpu=False), "math"), (dict(on_gpu=False, biased=False), "sdpa"),
+    (dict(requested="flex", dtype=torch.float64), "sdpa"), (dict(dtype=torch.float64), "sdpa"),
     (dict(SINGLE, requested="flex", strict=True), "flex"), (dict(requested="flex", on_gpu=False), "sdpa"),
     (dict(training=False), "sdpa"), (dict(requested="flex", training=False), "sdpa"),
     (dict(arch="gfx942"), "flex"), (dict(arch="gfx942", biased=False), "sdpa"),
@@ -339,6 +340,14 @@ def test_auto_attention_goes_by_device_precision_and_length(given, expected, mon
     assert attention_choice.attention_backend(**usual | given) == expected
     words = [attention_choice.remark(arch) for arch in ("", "gfx90a", "gfx1201")]
     assert not words[0] and all("not measured" in each for each in words[1:])
+
+
+def test_flex_attention_is_for_training(monkeypatch):
+    monkeypatch.setattr(attention_choice, "HAS_TRITON", True)
+    q = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(2, 4, 64, 32))
+    for training, expected in ((True, "flex"), (False, "sdpa")):
+        with torch.set_grad_enabled(training):
+            assert attention_choice.chosen("flex", q, biased=True) == expected
 
 
 def gpu_trainer(**values):

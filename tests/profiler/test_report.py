@@ -5,8 +5,9 @@ import pytest
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import tables
-from fusion_lab.measuring.ranges import RECOMPUTE
-from fusion_lab.profiler import report
+from fusion_lab.measuring.ranges import RECOMPUTE, REST
+from fusion_lab.measuring.trace import NOT_RECORDED, OUTSIDE
+from fusion_lab.profiler import plots, report
 from fusion_lab.training.files import UserError
 from tests.second_program import PROGRAM as SECOND
 
@@ -113,3 +114,15 @@ def test_only_sessions_are_read(tmp_path):
             report.read_analysis(str(tmp_path))
     with pytest.raises(UserError, match="No such file"):
         report.read_analysis(tmp_path / "absent")
+
+
+def test_the_picture_keeps_what_lies_outside_of_steps_apart_from_the_rest():
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+    axis = Figure().subplots()
+    entries = [dict(name=name, direction=direction, total_us=us) for name, direction, us in (
+        (REST, OUTSIDE, 340e3), ("mix", "forward", 9e3), (REST, "forward", 1e3), (REST, NOT_RECORDED, 2e3))]
+    plots.plot_sublayers(axis, entries, "GPU time")
+    names = [label.get_text() for label in axis.get_yticklabels()]
+    bars = [sum(bars[k].get_width() for bars in axis.containers) for k in range(len(names))]
+    assert dict(zip(names, bars, strict=True)) == {OUTSIDE: 340, "mix": 9, REST: 1, NOT_RECORDED: 2}

@@ -12,9 +12,9 @@ from fusion_lab.measuring.ranges import RECOMPUTE
 from fusion_lab.measuring.trace import read_trace
 from fusion_lab.measuring.variants import fusion_named, with_fusion
 from fusion_lab.profiler import report
+from fusion_lab.profiler.command import run
 from fusion_lab.profiler.session import ablation_names, run_session
 from fusion_lab.training.files import UserError, exit_code
-from run_pytorch_profiler import run
 from tests.support import code_of, last_json, run_program
 from tests.tiny import flags_of, settings_of
 
@@ -58,7 +58,8 @@ def session(tmp_path_factory):
 def test_a_session_is_a_training_run_and_a_report(session):
     directory, result, output = session
     assert result == report.read_analysis(directory) and result["mode"] == "pytorch_profiler"
-    assert output.splitlines()[-2].endswith(result["findings"][-1])  # before the JSON, for people
+    *_, finding, to_copy, _ = output.splitlines()  # before the JSON, for people
+    assert finding.endswith(result["findings"][-1]) and to_copy.startswith("To copy")
     summary = json.loads((directory / "performance_summary_v2.json").read_text())["performance_summary"]
     assert summary["step_times"] == result["step"]["step_times"] and len(summary["step_times"]) == 8
     assert summary["median_batch_time"] == pytest.approx(result["step"]["untraced_ms"] / 1e3)
@@ -97,7 +98,10 @@ def test_a_session_attributes_time(session):
 def test_the_roofline_of_a_session(session):
     result = session[1]
     assert [e["name"] for e in result["roofline"]] == list(PROGRAM.model.SUBLAYERS)
-    assert all(e["measured_s"] > 0 and (e["bound"] or "ceilings" in e["note"]) for e in result["roofline"])
+    assert all(e["bound"] or "ceilings" in e["note"] for e in result["roofline"])
+    for e in result["roofline"]:  # forward and backward
+        assert e["measured_s"] == pytest.approx(sum(
+            other["total_us"] for other in result["sublayers"] if other["name"] == e["name"]) / 1e6)
 
 
 @pytest.mark.parametrize("code, ends", [(130, 130), (0, 1)])

@@ -188,6 +188,19 @@ def test_companions_beside_their_peers(program, flags, tmp_path):
 
 
 @pytest.mark.slow
+def test_smaller_models_have_their_recovery_beside_their_speed(tmp_path):
+    done = run("mpnn_sizes.py", "--num-steps", 2, "--seq-len", 16, "--rounds", 2, "--device", "cpu", "--out",
+               tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "mpnn_sizes.json").read_text())["rows"]
+    assert [(row["name"], row["batch_size"]) for row in rows] == [
+        (name, count) for name in ("baseline", "minimal", "EXTREME-v2") for count in (1, 8)]
+    for row in rows:
+        per_protein = row["median"] / row["batch_size"]
+        assert row["speedup"] == pytest.approx(rows[0]["median"] / per_protein) and 0 <= row["recovery"] <= 1
+
+
+@pytest.mark.slow
 def test_ranks(tmp_path):
     done = run("measure_ranks.py", "--quick", "--steps", 3, "--only", "A", "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -72,6 +72,12 @@ def test_two_ranks_are_one_run_of_the_double_batch(flags, near, tmp_path, monkey
 
 
 @pytest.mark.slow
+def test_one_of_two_ranks_is_profiled(tmp_path):
+    done = run_two_ranks(tmp_path, 0, "--device", "cpu", "--enable-pytorch-profiler")  # 0 is no signal
+    assert done.returncode == 0 and len(list((tmp_path / "two").glob("*.pt.trace.json"))) == 1, done.stderr
+
+
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_all_within_a_minute(tmp_path):
     done = run_two_ranks(tmp_path, signal.SIGKILL, "--device", "cpu", "--save-every", "1")
     assert time.time() - (tmp_path / "signalled").stat().st_mtime < 60

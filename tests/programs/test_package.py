@@ -6,9 +6,10 @@ import importlib.util
 import inspect
 import json
 import os
-import shutil
+import re
 import subprocess
 import sys
+import tarfile
 import typing
 
 import pytest
@@ -19,37 +20,36 @@ from evoformer_kernels.patches import Patch, patch
 from fusion_lab import commands
 from fusion_lab.measuring.compare import compare
 from fusion_lab.training.program import Program, Settings
-from tests.support import PATIENCE, ROOT
+from tests.support import PATIENCE, ROOT, run_program
 
 ALIGNMENT = "".join(f">row{i}\nMQIFVKTLTGKTITLEVEPSDTIEN{letters}IQDKEGIPPDQQRLIFAGKQL\n"
                     for i, letters in enumerate(("VKAK", "VRAK", "IKAR")))
 
 
 NAMED = f"tinyopenfold-{fusion_lab.__version__}"
-WHEEL, SOURCES = f"{NAMED}-py3-none-any.whl", f"{NAMED}.tar.gz"
-BUILD_SOURCES = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+REPOSITORY = "https://example.org/lab"
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """A directory with the installed wheel, built without network as `python -m build` does it: sources of a
-    copy into an archive, and the archive into a wheel."""
+def built(tmp_path_factory):
+    """A directory with what a release has: an archive of the sources, and the wheel made from it."""
     for name in ("pip", "setuptools"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"this Python has no {name}")
-    place = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, place / "copy", symlinks=True, ignore=shutil.ignore_patterns(
-        ".*", "tests", "benchmarks", "docs", "build", "*.egg-info", "__pycache__", "*_profiles_v2*"))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    for step in ([sys.executable, "-c", BUILD_SOURCES, place],
-                 [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", place,
-                  place / SOURCES],
-                 [*pip, "install", "--no-deps", "--no-index", "--target", place / "site", place / WHEEL]):
-        done = subprocess.run(step, cwd=place / "copy", capture_output=True, text=True, timeout=PATIENCE,
-                              check=False)
-        assert done.returncode == 0, done.stderr
-    shutil.rmtree(place / "copy")
-    return place / "site"
+    place = tmp_path_factory.mktemp("release")
+    done = run_program(".ci/package", REPOSITORY, place)
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+@pytest.fixture(scope="module")
+def site(built):
+    """A directory with the installed wheel."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    done = subprocess.run([*pip, "--target", built / "site", built / f"{NAMED}-py3-none-any.whl"],
+                          capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    return built / "site"
 
 
 @pytest.mark.slow
@@ -81,8 +81,11 @@ def test_the_wheel_says_what_it_is(site):
     about = email.message_from_string(next(site.glob("*.dist-info/METADATA")).read_text(encoding="utf-8"))
     assert (about["Name"], about["Version"], about["Requires-Python"]) == (
         "tinyopenfold", fusion_lab.__version__, ">=3.10")
-    assert about["Description-Content-Type"] == "text/markdown"
-    assert about.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+    assert about["Description-Content-Type"] == "text/markdown" and about["License-Expression"] == "MIT"
+    assert all(REPOSITORY in address for address in about.get_all("Project-URL"))
+    links, own = (re.findall(r"\]\(([^)]*)\)", text) for text in (
+        about.get_payload(), (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert len(links) == len(own) > 20 and all(link.startswith("https://") for link in links)
     for name in ("tiny_openfold/models/families.pt", "tiny_openfold/models/README.md",
                  "tiny_openfold/proteins/fold_page.html", "evoformer_kernels/tiles.json",
                  "evoformer_kernels/__init__.pyi", "fusion_lab/py.typed",
@@ -91,9 +94,15 @@ def test_the_wheel_says_what_it_is(site):
     modules = {str(file.relative_to(ROOT)) for package in ("fusion_lab", "tiny_openfold")
                for file in (ROOT / package).rglob("*.py")}
     assert modules <= {str(file.relative_to(site)) for file in site.rglob("*.py")}
-    assert {path.name for path in site.iterdir() if path.is_dir()} - {"bin", "__pycache__"} == {
-        "fusion_lab", "tiny_openfold", "tiny_openfold_v2-stubs", f"{NAMED}.dist-info"}
-    assert next(site.glob("*.dist-info/licenses/LICENSE"), None) or next(site.glob("*.dist-info/LICENSE"))
+    assert {path.name for path in site.iterdir()} - {"bin", "__pycache__"} == {
+        "fusion_lab", "tiny_openfold", "tiny_openfold_v2.py", "tiny_openfold_v2-stubs", f"{NAMED}.dist-info"}
+    assert next(site.glob("*.dist-info/licenses/LICENSE"), None)
+
+
+@pytest.mark.slow
+def test_the_archive_of_the_sources_has_no_part_of_the_tests(built):
+    with tarfile.open(built / f"{NAMED}.tar.gz") as archive:
+        assert [name for name in archive.getnames() if "/tests" in name] == []
 
 
 def arguments(function):

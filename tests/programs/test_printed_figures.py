@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-import run_pytorch_profiler
 import tiny_openfold_v2 as tof
+from fusion_lab.profiler import command
 from tests.support import last_json
 
 CPU, MB, PHASES = torch.device("cpu"), 2 ** 20, ("forward", "backward", "optimizer")
@@ -195,7 +195,7 @@ def of_a_session(analysis, own, settings):
 
 @pytest.mark.slow
 def test_a_session_says_what_was_counted(tmp_path, capsys):
-    run([*RE_ASSOCIATED, "--profile-steps", "3"], tmp_path, run_pytorch_profiler.run)
+    run([*RE_ASSOCIATED, "--profile-steps", "3"], tmp_path, command.run)
     analysis = last_json(capsys.readouterr().out)
     settings = settings_of(analysis)
     assert differing(of_a_session(analysis, count(settings), settings)) == []

@@ -5,10 +5,13 @@ import sys
 
 import pytest
 
+from fusion_lab.training.files import interpreter_fault
 from tests.support import ROOT
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install triton)", allow_module_level=True)
+if fault := interpreter_fault():
+    pytest.skip(fault, allow_module_level=True)
 CHECK, ANSWERS = ROOT / "puzzles" / "check.py", ROOT / "tests" / "puzzle_answers.py"
 PUZZLES = sorted(CHECK.parent.glob("p*_*.py"))
 
@@ -55,5 +58,6 @@ def test_a_forgotten_mask_and_atomics_are_named_by_line(tmp_path):
 
 @pytest.mark.parametrize("arguments", [(9,), (1, "--answer", "nofile.py")])
 def test_bad_input_is_one_line(arguments):
-    done = check(*arguments)
+    """Also where neither torch nor Triton is installed."""
+    done = subprocess.run([sys.executable, "-S", CHECK, *map(str, arguments)], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout

@@ -38,7 +38,8 @@ def begun(program, *flags, directory, **modules):
 @pytest.mark.parametrize("program, flags, code, words", [
     (TRAINER, "--batchsize 3", 2, "--batchsize"), (TRAINER, "--seq-len 0", 2, "--seq-len"),
     (TRAINER, "--compare-fusion --variants foo", 2, "--variants"), (TRAINER, "query.a3m", 2, "--contacts"),
-    (TRAINER, "--contacts nofile", 2, "nofile"), (TRAINER, "--resume nofile", 2, "nofile"),
+    (TRAINER, "--contacts nofile", 2, "nofile"), (TRAINER, "--contacts . --structure nofile:A", 2, "nofile"),
+    (TRAINER, "--resume nofile", 2, "nofile"),
     (TRAINER, "--compare-with-v1 nofile", 2, "nofile"), (TRAINER, "--device gpu", 2, "gpu"),
     (TRAINER, "--help", 0, "--demo"), (SECOND, "--width 0", 2, "--width")])
 def test_flags_names_and_paths_are_judged_before_torch_is_imported(program, flags, code, words, tmp_path):
@@ -144,7 +145,9 @@ def test_a_start_that_is_refused_moves_nothing(tmp_path):
     path, foreign = tmp_path / "c.pt", tmp_path / "x.pt"
     assert train_chooser(tmp_path, "--save-checkpoint", path) == 0
     foreign.write_bytes(b"mine")
-    for more in ((), ("--save-best", foreign, "--force")):  # the directory is not empty; a file is foreign
+    nowhere = tmp_path / "no" / "such" / "b.pt"
+    # The directory is not empty; a file is foreign; a path of directories would be made
+    for more in ((), ("--save-best", foreign, "--force"), ("--save-best", nowhere, "--force")):
         assert train_chooser(tmp_path, "--save-checkpoint", path, *more) == 2
         assert sorted(os.listdir(tmp_path)) == ["c.pt", "p", "x.pt"] and foreign.read_bytes() == b"mine"
 

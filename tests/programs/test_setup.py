@@ -39,7 +39,8 @@ def test_make_uses_an_activated_environment_with_torch_as_it_is(clone):
 
 @pytest.mark.slow
 def test_make_completes_an_environment_of_its_own_where_none_has_torch(clone, tmp_path):
-    """What the base Python has is seen, and not installed again; what cannot be had is an error each time."""
+    """What the base has is seen, and not installed again; what cannot be had is an error each time. What is
+    isolated stays so."""
     venv.create(tmp_path / "empty")
     seen = str(tmp_path / "empty" / "bin" / "python3")
     (clone / "requirements.txt").write_text("pip\n")
@@ -48,7 +49,10 @@ def test_make_completes_an_environment_of_its_own_where_none_has_torch(clone, tm
     assert done.stdout.splitlines()[-1] == f"{clone / '.venv'} ['--demo']"
     (clone / "requirements.txt").write_text("a_package_that_nobody_has\n")
     os.utime(clone / "requirements.txt", (2e9, 2e9))  # the seconds of a file system's clock
-    assert make(clone, "train").returncode == 2
+    config = clone / ".venv" / "pyvenv.cfg"
+    isolated = config.read_text().replace("packages = true", "packages = false")  # as its owner made it
+    config.write_text(isolated)
+    assert make(clone, "train").returncode == 2 and config.read_text() == isolated != ""
 
 
 @pytest.mark.parametrize("program", ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "benchmarks/peers.py",
@@ -63,7 +67,7 @@ def test_a_python_without_torch_is_told_what_to_install(program):
 
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "WORKSHOP")),
          *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.py",
+PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.py", "optimize_batch_size.py",
             *(path.name for path in sorted(ROOT.glob("*.sh"))),
             *(f"companions/{path.name}" for path in sorted(ROOT.glob("companions/*.py"))
               if "files.quiet(" in path.read_text(encoding="utf-8"))]  # as every program begins

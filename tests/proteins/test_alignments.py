@@ -47,7 +47,11 @@ SAME_ALIGNMENT = {  # file name, content: all the same three rows
     "stockholm by content": ("x.txt", b"\n# STOCKHOLM 1.0\nq\xff ACDEF\na AC-EF\nb GHIKL\n//\n"),
     "clustal": ("x.aln", "CLUSTAL W (1.83)\n\n\nq   ACD 3\na   AC- 2\nb   GHI 3\n    * :\n\n"
                          "q   EF 5\na   EF 4\nb   KL 5\n"),
-    "muscle": ("x.clw", "MUSCLE (3.8) multiple sequence alignment\n\n\nq ACDEF\na AC-EF\nb GHIKL\n"),
+    **{title: ("x.txt", f"{title}\n\nq ACDEF\na AC-EF\nb GHIKL\n   *\n") for title in (
+        "MUSCLE (3.8) multiple sequence alignment\n", "# a comment\nKalign (2.0) alignment in ClustalW",
+        "PROBCONS version 1.12 multiple sequence alignment", "By hand")},
+    "no title": ("x.aln", "q ACD 3\na AC-\nb GHI\n\nq EF 5\na EF\nb KL\n"),
+    "stockholm by hand": ("x.a3m", "# by hand\n#Stockholm 1.0\nq ACDEF\na AC.EF\nb GHIKL\n"),
 }
 PACKED = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
@@ -62,9 +66,14 @@ def test_same_alignment_in_every_dress(case, tmp_path):
 
 
 COMPLEX = ("#3,2\t1,1\n>101\t102\nACDEF\n>a\tb\nACg-EF\n>101\nACD--\n>c\nMKL--\n>102\n---EF\n>d\n---Wy.F\n")
+UNPAIRED = COMPLEX[COMPLEX.index(">101\n"):]
+CHAINS = {"101": ["ACD", "AC-", "ACD", "MKL"], "102": ["EF", "EF", "EF", "WF"]}
 SEVERAL = {  # file name, content, {query: rows}
-    "complex of ColabFold": ("x.a3m", COMPLEX, {"101": ["ACD", "AC-", "ACD", "MKL"],
-                                                "102": ["EF", "EF", "EF", "WF"]}),
+    "its first line has spaces": ("x.a3m", COMPLEX.replace("\t", " "), CHAINS),
+    "a comment and no tab": ("x.a3m", "# by hand\n" + COMPLEX.replace("#3,2\t1", "# 3, 2 ; 1"), CHAINS),
+    "no first line": ("x.a3m", COMPLEX.partition("\n")[2], CHAINS),
+    "no joint rows": ("x.a3m", "#3,2 1,1\n" + UNPAIRED, {"101": ["ACD", "MKL"], "102": ["EF", "WF"]}),
+    "complex of ColabFold": ("x.a3m", COMPLEX, CHAINS),
     "of one length, NUL between": ("x.a3m", ">101\nACDEF\n>a\nAC-EF\n\0>102\nWYWYW\n\0",
                                    {"101": ["ACDEF", "AC-EF"], "102": ["WYWYW"]}),
     "of two lengths, NUL between": ("x.a3m", ">101\nACDEF\n\0>102\nWYW\n>b\nWYY\n\0",
@@ -98,7 +107,7 @@ def test_every_letter_has_its_token(tmp_path):
     ("x.fasta", ">q\nAC*EF*\n>a\nACDEF\n>b\nACDEF*\n", ["ACXEF", "ACDEF", "ACDEF"]),  # a stop codon within
     ("x.a3m", ">q C:\\new\nACDE\n>r\nAC-E\n", ["ACDE", "AC-E"]),
     ("x.a3m", ">q\nA.DEF\n>a\nAC.EF\n>b\nACD.F\n", ["ADEF", "A-EF", "AD-F"]),  # '.' is a gap, one in each
-    ("x.sto", "# STOCKHOLM 1.0\nMUSCLE1_HUMAN ACDE\nCLUSTAL_X AC-E\n//\n", ["ACDE", "AC-E"]),
+    ("x.txt", "# STOCKHOLM 1.0\nMUSCLE-1 ACDE\nCLUSTAL_X AC-E\n//\n", ["ACDE", "AC-E"]),
     ("x.sto", "# STOCKHOLM 1.0\n\nq AC\nq AC\na A-\n\nq DE\nq DE\na DE\n//\n", ["ACDE", "ACDE", "A-DE"])])
 def test_no_row_is_lost_or_taken_for_something_else(name, text, rows, tmp_path):
     assert letters(read_alignment(write(tmp_path / name, text))) == rows
@@ -148,6 +157,10 @@ BAD_ALIGNMENTS = {  # file name, content, what the message must say
     "stockholm": ("x.sto", "# STOCKHOLM 1.0\nq ACDEF\nhit ACD\n//\n",
                   ["row 2 ('hit')", "3 columns", "expected 5"]),
     "symbols": ("x.fasta", ">q\nACDEF\n>hit\nAC1EF\n", ["row 2", "'hit'", "'1'"]),
+    "a dash of a word processor": ("x.a3m", ">q\nACDEF\n>hit\nAC\u2013EF\n", ["row 2 ('hit')", "EN DASH"]),
+    "a dash of old Windows": ("x.a3m", b">q\nACDEF\n>hit\nAC\x96EF\n", ["row 2 ('hit')", "byte 0x96"]),
+    "a complex without lengths": ("x.a3m", ">101\t102\nACDEF\n>a\tb\nACDEF\n", ["row 1", "complex"]),
+    "prose": ("x.txt", "Error\n\nNot found\n", ["not an alignment", "'Error'"]),
     "query of gaps": ("x.fasta", ">q\n-----\n>hit\nACDEF\n", ["no residues"]),
     "lowercase within the query": ("x.a3m", ">q\nACkkDEF\n>a\nACDEF\n", ["query", "2 residues", "lowercase"]),
     "chains behind each other": ("x.a3m", ">q\nACD/EF\n>a\nACD/EF\n", ["'/'", "one protein"]),

@@ -10,7 +10,7 @@ from tests.support import GOING_ON
 from tests.tiny import model_of, settings_of, trainer_of
 from tiny_openfold.proteins import batches, contacts, structure_metrics
 from tiny_openfold.proteins.files import GAP, MASK, Protein
-from tiny_openfold.proteins.synthetic import synthetic_proteins
+from tiny_openfold.proteins.synthetic import match_contacts, synthetic_proteins
 
 # --- Corruption and targets ----------------------------------------------------------------------------
 
@@ -50,6 +50,14 @@ def test_synthetic_batches_are_proteins_from_16_on():
     assert [protein.name for protein, _ in held_out] == source.held_out
     assert source.held_out == [f"synthetic-{i}" for i in range(16)]
     assert np.array_equal(held_out[15][1]["msa_tokens"], synthetic_proteins(5, [15], 4, 8)[0])
+
+
+def test_partners_are_as_far_apart_as_contacts_that_count():
+    """Of two chains without other contacts, residues 0 and 6 meet in the first, 0 and 5 in the second."""
+    coords = np.tile(100.0 * np.arange(8)[:, None], (2, 1, 3))
+    coords[0, 6], coords[1, 5] = coords[0, 0], coords[1, 0]
+    partner = match_contacts(coords, np.ones((2, 8, 8)))
+    assert partner.tolist() == [[6, 1, 2, 3, 4, 5, 0, 7], [*range(8)]]
 
 
 def test_masked_batch_lacks_the_last_quarter_of_the_last_sample():

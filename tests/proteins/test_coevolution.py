@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import one_hot
 
+from evoformer_kernels.precision import set_tf32_products, strict_float32, tf32_products
 from tests.support import require_shared
 from tests.tiny import trainer_of
 from tiny_openfold.proteins import batches, coevolution, files
@@ -79,6 +80,26 @@ def test_the_model_reads_them_and_alone_is_what_it_was():
     assert reading.optimizer.state[weight]["exp_avg"].abs().sum() > 0
 
 
+@pytest.fixture(params=[(torch.backends.cuda.matmul, "allow_tf32", True),
+                        (torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+                        (torch.backends, "fp32_precision", "tf32")])
+def tf32_on(request):
+    """TF32, switched on in one of torch's three ways: it refuses to tell the first after the others."""
+    setattr(*request.param)
+    yield
+    torch.backends.fp32_precision, torch.backends.cuda.matmul.allow_tf32 = "none", False
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def test_whoever_switched_tf32_on_finds_it_on(tf32_on):
+    assert not strict_float32(torch.float32)
+    test_inverse_by_newton_is_the_inverse()  # its last steps run without
+    negated = torch.compile(lambda x: x if tf32_products() else -x, fullgraph=True, backend="eager")
+    assert tf32_products() and negated(torch.ones(1)) == 1
+    set_tf32_products(False)
+    assert strict_float32(torch.float32) and negated(torch.ones(1)) == -1
+
+
 def test_inverse_by_newton_is_the_inverse():
     """The GPU's way, on a CPU: matrix products alone."""
     class Elsewhere(torch.Tensor):
@@ -94,7 +115,5 @@ def test_inverse_by_newton_is_the_inverse():
 @pytest.mark.gpu
 def test_statistics_on_a_gpu_are_those_of_a_cpu():
     rows = torch.randint(0, 21, (2, 64, 24), generator=torch.Generator().manual_seed(0))
-    before = torch.backends.cuda.matmul.allow_tf32
     there = coevolution.pair_features(rows.cuda()).cpu()
     assert torch.allclose(there, coevolution.pair_features(rows), atol=5e-3, rtol=1e-3)
-    assert torch.backends.cuda.matmul.allow_tf32 is before

@@ -46,6 +46,8 @@ def test_table_holds_every_pair(tmp_path):
     assert rows["1", "14"] == ["", "18", "A", "Q", "0.9000", "12.00", "", "unknown"]
     assert rows["2", "13"] == ["5", "17", "C", "P", "0.7000", "12.00", "5.00", "yes"]
     assert rows["3", "4"] == ["6", "6A", "D", "E", "0.0000", "12.00", "10.00", "no"]
+    assert rows["3", "10"] == ["6", "14", "D", "L", "0.6000", "12.00", "20.62", "no"]  # likely, and wrong
+    assert rows["6", "9"] == ["10", "13", "G", "K", "0.0000", "12.00", "5.00", "yes"]  # unlikely, and right
 
 
 def test_a_picture_marks_right_and_wrong_pairs_and_what_is_missing():
@@ -108,6 +110,24 @@ def test_the_end_of_a_run_draws_one_protein(evaluated, asked, draws, tmp_path, c
     assert "chance 38%" in capsys.readouterr().out.splitlines()[-1] and trainer.model.training
     assert (tmp_path / "contacts.png").exists() is draws and (tmp_path / "x.png").exists() is asked
     assert [path.read_text() for path in tmp_path.glob("*.old-*")] == ["earlier"] * draws
+
+
+def test_evaluations_are_ranked_by_the_precision_of_validation_families(monkeypatch):
+    """Each of the other figures, and of the other families, would choose the second."""
+    figures = dict(early=dict(p_l2=0.8, p_l=0.5, chance=0.1, lddt=0.5),
+                   late=dict(p_l2=0.7, p_l=0.9, chance=0.2, lddt=0.9))
+    batch = dict(coord_mask=torch.ones(1, 14))
+    monkeypatch.setattr(evaluation, "run_model", lambda *given: dict(distances=None))
+    monkeypatch.setattr(evaluation, "distance_lddt", lambda distances, name: figures[name]["lddt"])
+    monkeypatch.setattr(evaluation, "Prediction", lambda name, output: SimpleNamespace(
+        precision=figures[name.name], output=output, coords=[name.name]))
+    trainer, found = SimpleNamespace(model=torch.nn.Identity(), device=None), {}
+    for name in figures:
+        proteins = [(a_map(name).protein, batch)]
+        source = SimpleNamespace(evaluation=lambda given=proteins: dict(validation=given))
+        found[name] = evaluation.evaluate(trainer, source, SimpleNamespace(signal=None))
+    assert [found[name].score for name in figures] == [0.8, 0.7]
+    assert found["early"].scores == {"validation P(L/2)": 0.8, "validation lDDT": 0.5}
 
 
 def test_the_end_of_a_run_names_held_out_families_whose_relatives_it_learned_from(capsys):

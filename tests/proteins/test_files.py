@@ -21,6 +21,7 @@ from tests.proteins.structures import (
 from tests.support import require_shared
 from tiny_openfold.proteins import files
 from tiny_openfold.proteins.files import load_families, load_protein, map_query, read_structure
+from tiny_openfold.proteins.matching import align
 
 pytest.importorskip("gemmi")
 
@@ -223,6 +224,25 @@ def test_labels_that_make_no_sense_are_not_believed(sequence, labels, entity, tm
     np.testing.assert_allclose(protein.coords[:, 0], 3.8 * np.arange(10), atol=1e-3)
 
 
+def test_old_columns_behind_the_atoms_do_not_count(query, tmp_path):
+    """Until 1996 PDB files ended lines with their entry and a number, where element and charge stand now."""
+    old = [f"{line[:72]}1GDR{number:4d}" for number, line in enumerate(model(SEQUENCE), 86)]
+    for lines in old, [f"{line[:78]}9X" for line in old]:
+        path = write_model(tmp_path / "x.pdb", *lines)
+        assert columns_with_coords(load_protein(query, path).coords) == [*range(10)]
+
+
+@pytest.mark.parametrize("number", [lambda i: i % 7, lambda i: 5, lambda i: 9 - i if i > 4 else i])
+def test_residues_of_one_number_are_kept_or_refused(number, query, tmp_path):
+    path = write_model(tmp_path / "x.pdb", *(f"{line[:22]}{number(int(line[22:26])):4d}{line[26:]}"
+                                             for line in model(10 * "A")), *model("WYWY", "B"))
+    assert "chain 'A' has two residues" in one_line_error(read_structure, path)
+    assert len(read_structure(path, "B")) == 1
+    twos = write_model(tmp_path / "y.pdb", *(f"{line[:22]}{int(line[22:26]) // 2:4d}{line[26:]}"
+                                             for line in model(SEQUENCE)))
+    assert columns_with_coords(load_protein(query, twos).coords) == [*range(10)]
+
+
 def test_chain_in_two_parts_is_one(query, tmp_path):
     path = write_model(tmp_path / "x.pdb", *model(SEQUENCE, skip=range(5, 10)), *model("WYWY", chain="B"),
                        *model(SEQUENCE, skip=range(5)))
@@ -248,6 +268,33 @@ def test_point_mutants_pass_and_homologues_do_not(mutations, accepted, tmp_path)
         assert "26 agree, 4 differ" in one_line_error(load_protein, msa, path)
 
 
+def test_a_short_exact_chain_goes_before_a_long_homologue(query, tmp_path):
+    """Of A 8 residues agree and 2 differ, of B 8 and none."""
+    path = write_model(tmp_path / "x.pdb", *model("MAYGHKWDYFC"), *model("SGHKWDEF", "B"))
+    assert load_protein(query, path).chain == "B"
+
+
+def test_a_chain_of_which_less_than_half_was_seen(tmp_path):
+    """8 of 20 residues: enough, since they are what the structure has."""
+    sequence = SEQUENCE + "NQRSTVYLIP"
+    header = [f"SEQRES   {row + 1} A   20  {' '.join(CODES[a] for a in sequence[13 * row:13 * row + 13])}"
+              for row in (0, 1)]
+    path = write_model(tmp_path / "x.pdb", *header, *model(sequence, skip=range(4, 16)), "TER")
+    msa = write(tmp_path / "x.fasta", f">q\n{sequence}\n")
+    assert columns_with_coords(load_protein(msa, path).coords) == [0, 1, 2, 3, 16, 17, 18, 19]
+
+
+def test_chains_break_where_their_ca_atoms_do(tmp_path):
+    """Not where CB atoms point to opposite sides, nor where a glycine has none."""
+    lines = model("AAGGAA")
+    lines = [line[:38] + f"{8.0 if line[22:26] == '   2' else -1.5:8.3f}" + line[46:] if line[12:16] == " CB "
+             else line for line in lines]
+    far = [f"{line[:30]}{float(line[30:38]) + 4 * (int(line[22:26]) > 3):8.3f}{line[38:]}" for line in lines]
+    for atoms, breaks in ((lines, [0, 6]), (far, [0, 3, 6])):
+        chain, = read_structure(write_model(tmp_path / "x.pdb", *atoms))
+        assert np.flatnonzero(chain.breaks).tolist() == breaks
+
+
 def test_query_longer_and_shorter_than_the_chain(tmp_path):
     path = write_model(tmp_path / "x.pdb", *model("GVLIPFYWTSCMAGHKWDEFNQRST"))
     domain = load_protein(write(tmp_path / "d.fasta", ">q\nCMAGHKWDEF\n"), path)
@@ -258,6 +305,13 @@ def test_query_longer_and_shorter_than_the_chain(tmp_path):
     assert columns_with_coords(mutant.coords) == list(range(25))
     deletion = load_protein(write(tmp_path / "x.fasta", ">q\nGVLIPFYWTSWDEFNQRST\n"), path)
     np.testing.assert_allclose(deletion.coords[:, 0], 3.8 * np.r_[0:10, 16:25], atol=1e-3)
+
+
+def test_of_places_that_fit_alike_the_near_one_is_taken():
+    """M stands behind a break, and twice in the query: beside what comes before, or four residues away."""
+    query, chain = files._tokens(b"WWWWWMKKKM"), files._tokens(b"WWWWWM")
+    found = align(query, chain, np.array([True, False, False, False, False, True, True]), files.UNKNOWN)
+    assert found.tolist() == [0, 1, 2, 3, 4, 5, -1, -1, -1, -1]
 
 
 def test_a_long_query_does_not_match_by_chance(tmp_path):
@@ -273,12 +327,18 @@ def test_a_long_query_does_not_match_by_chance(tmp_path):
     (["EXPDTA    THEORETICAL MODEL"], False, True), (["PARENT N/A"], False, True),
     (["TITLE     ALPHAFOLD MONOMER V2.0 PREDICTION FOR X"], False, True),
     (["EXPDTA    X-RAY DIFFRACTION", "REMARK 200 STARTING MODEL: ALPHAFOLD"], False, False),
-    (["REMARK   1 MODEL CREATED WITH SOMETHING"], False, True)])
+    (["REMARK   1 MODEL CREATED WITH SOMETHING"], False, True), ([], 20, False), ([], -20, False),
+    (["CRYST1    1.000    1.000    1.000  90.00  90.00  90.00 P 1           1"], True, True),
+    (["CRYST1   52.000   58.600   61.900  90.00  90.00  90.00 P 21 21 21    8"], True, False),
+    (["TITLE     A PREDICTED PROTEIN", "REMARK   2 RESOLUTION.    3.60 ANGSTROMS."], True, False),
+    ([atom("O", "HOH", "W", 1, (9, 9, 9))], True, False),
+    ([atom("CA", "CA", "W", 1, (9, 9, 9), occupancy=0.5)], True, False)])
 def test_a_prediction_is_told_from_an_experiment(first, plddt, expected, query, tmp_path):
-    """By what its file says, or by one B-factor for all atoms of a residue, as pLDDT is written."""
+    """By what its file says, or by one B-factor for all atoms of a residue, as pLDDT is written, unless facts
+    speak against it."""
     lines = [f"{line[:60]}{50 + plddt * int(line[22:26]):6.2f}{line[66:]}" for line in model(SEQUENCE)]
     path = write_model(tmp_path / "x.pdb", *first, *lines)
-    assert read_structure(path)[0].predicted is expected
+    assert bool(read_structure(path)[0].predicted) is expected
     assert any("predicted structure" in remark for remark in load_protein(query, path).remarks) is expected
     if not first:
         text = as_cif(path).read_text() + "_ma_model_list.ordinal_id 1\n"

@@ -148,3 +148,11 @@ def test_clashes_are_of_atoms_that_are_too_near():
     cost = e.STIFFNESS * (e.TOUCH[N, CB].item() - 2) ** 2
     assert e.clashes(ones, one).item() == pytest.approx(cost, rel=1e-3)
     assert torch.equal(e.TOUCH, e.TOUCH.T)
+
+
+def test_a_table_is_linear_between_its_centres_and_flat_outside():
+    values, slopes = e.interpolated(torch.tensor([1.0, 3.0, 7.0]), torch.tensor(-1.0))
+    assert (values.item(), slopes.item()) == (1, 0)
+    three = torch.tensor([1.0, 3.0, 7.0]).expand(3, 3)
+    values, slopes = e.interpolated(three, torch.tensor([[0.5, 1.5, 2.5]]))
+    assert values.tolist() == [[2, 5, 7]] and slopes.tolist() == [[2, 4, 0]]

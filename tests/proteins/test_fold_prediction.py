@@ -22,6 +22,7 @@ from tiny_openfold.proteins import (
     fold_pictures,
     fold_prediction,
     folding,
+    maps,
     prediction,
     structure_files,
     structure_metrics,
@@ -120,6 +121,20 @@ def test_a_fold_that_is_not_finite_is_not_written(setup, monkeypatch):
 # --- What is said and written ----------------------------------------------------------------------------
 
 
+def test_plddt_is_lower_at_the_residues_of_low_confidence(monkeypatch):
+    """Residues 3, 4 and 24, counted from 1, keep 84% of what the others' distances promise."""
+    found, atoms = a_map()
+    found.output.update(distogram_logits=certain(a_fold(), SEQUENCE))
+    made = SimpleNamespace(atoms=a_fold().float(), energy=-2.0, terms={}, gap=0.5)
+    monkeypatch.setattr(folding, "folded", lambda *given: made)
+    sure, unsure = (dict(low_confidence=low, rows_used=2, untested="", seconds={}, card={})
+                    for low in ([], [3, 4, 24]))
+    for result in (sure, unsure):
+        fold_prediction.found_fold(torch.arange(64) / 3 + 2, 0, found, result)
+    shares = np.array(unsure["plddt_by_residue"]) / np.array(sure["plddt_by_residue"])
+    assert shares == pytest.approx([0.84 if n in (3, 4, 24) else 1 for n in range(1, 25)], abs=1e-3)
+
+
 def test_what_can_be_checked_of_a_chain():
     made = SimpleNamespace(atoms=a_fold().float(), energy=-2.0, terms=dict(a=1.0), gap=0.5)
     said = fold_prediction.quality(made, SEQUENCE)
@@ -167,8 +182,8 @@ def a_page(path, size=24, **changes):
     result = dict(residues=size, rows=2, rows_used=2, extra_rows_used=0, effective_rows=1.5, plddt=50.0,
                   untested="<few> rows", low_confidence=[2, 3], remarks=["a <prediction>"], trained_on=True,
                   relative=dict(name="<i>", e_value=1e-9, trained=True),
-                  scores=dict(tm_score=0.51, lddt_ca=0.61, rmsd=2.0), model="m.pt",
-                  command="python <x>")
+                  scores=dict(tm_score=0.51, lddt_ca=0.61, rmsd=2.0), model="/home/me/m.pt",
+                  command="python '<x>' '/home/me/a b/x.a3m' /home/me/b.pdb:A")
     fold_pictures.write_page(path, m, atoms, np.linspace(20, 95, size), result | changes)
     return path.read_text(encoding="utf-8"), atoms, m.distances
 
@@ -178,6 +193,10 @@ def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
     data = json.loads(re.search(r"^const data = (.*);$", text, re.MULTILINE)[1])
     places = np.array(data["places"])
     assert structure_metrics.rmsd(places, atoms[:, 1]) < 0.01  # turned, and not mirrored
+    for seed in range(8):  # half of these need one axis turned round, lest the page shows a mirror image
+        points = np.random.default_rng(seed).normal(size=(5, 3))
+        assert np.linalg.det(fold_pictures.turned(points)[1:4] - fold_pictures.turned(points)[0]) == \
+            pytest.approx(np.linalg.det(points[1:4] - points[0]))
     spread = places.std(axis=0)
     assert spread[0] > spread[1] > spread[2] and np.abs(places.mean(axis=0)).max() < 0.01
     tenths = np.frombuffer(base64.b64decode(data["distances"]), np.uint8).reshape(24, 24)
@@ -185,7 +204,10 @@ def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
     assert data["low"] == [2, 3] and data["numbers"] == [str(n) for n in range(1, 25)]
     assert data["secondary"].count("H") >= 12 and data["sequence"] == SEQUENCE
     assert "DATA NOTES &lt;/script&gt;&lt;b&gt;" in text and text.count("</script>") == 1
-    assert "python &lt;x&gt;" in text and "&lt;i&gt;" in text
+    assert "&lt;x&gt;" in text and " x.a3m b.pdb:A<" in text and "&lt;i&gt;" in text
+    assert "/home/me" not in text  # a page is passed on
+    assert data["near_to_far"] == [*maps.NEAR_TO_FAR]
+    assert text.index("Roughly right overall") < text.index("mean pLDDT 50")
     assert not re.search(r"https?://|src=|@import|url\(", text)
 
 
@@ -200,6 +222,9 @@ def test_a_picture_has_the_map_and_the_fold_coloured_by_plddt(tmp_path):
     expected = {"#0053D6": 28, "#65CBF3": 30, "#FFDB13": 30, "#FF7D45": 27}
     assert {shade: shades.count(shade) for shade in expected} == expected
     places = fold_pictures.turned(atoms[:, 1].astype(float))
+    curve = fold_pictures.smooth(places)
+    drawn = [int(np.abs(curve[:, :2] - stroke.get_segments()[0][0]).sum(1).argmin()) for stroke in strokes]
+    assert (np.diff(curve[drawn, 2] + curve[np.add(drawn, 1), 2]) >= -1e-9).all()  # near over far
     ends = np.concatenate([stroke.get_segments()[0] for stroke in strokes])
     assert np.abs(ends[:, None] - places[:, :2]).max(-1).min(0).max() < 1e-9  # through every residue
     fold_pictures.write_picture(tmp_path / "x.png", *a_map(1), np.array([50.0]))  # one residue has no curve

@@ -103,3 +103,9 @@ def test_a_helix_is_bonds_four_residues_apart():
     assert secondary_structure("A" * 14, STRAND[:, :4].numpy()) == 14 * "-"  # it has no partner
     for size in (1, 2, 4):
         assert secondary_structure("A" * size, backbone[:size]) == size * "-"
+
+
+def test_the_last_carbonyl_lies_as_in_a_strand():
+    """No next N says where it is: psi 140 degrees, and O opposite."""
+    n, ca, c, o, _ = g.extended(torch.zeros(3), torch.zeros(3))[-1]
+    assert g.dihedral(n, ca, c, o).rad2deg().item() == pytest.approx(-40, abs=0.01)

@@ -26,6 +26,16 @@ def test_natural_alignments_covary_where_residues_touch():
     assert torch.equal(few, alignments(0, 5, 1)) and not torch.equal(few, alignments(1, 5, 1))
 
 
+def test_couplings_are_of_two_sites_that_touch():
+    """None of a site with itself, nor of two that are 8.5 Å apart or more."""
+    distances = (6.0 * (torch.arange(8)[:, None] - torch.arange(8)).abs()).expand(2, 8, 8)
+    draw = natural.Draw(torch.Generator().manual_seed(0))
+    matrix = natural.couplings(draw, distances)
+    strength = matrix.view(2, 8, 20, 8, 20).square().sum((0, 2, 4))
+    assert torch.equal(matrix, matrix.mT) and strength.diagonal(1).any()
+    assert not strength.triu(2).any() and not strength.diagonal().any()
+
+
 @pytest.mark.gpu
 def test_the_world_in_a_cuda_graph_follows_its_seed():
     coords = torch.randn(2, 32, 3).cumsum(1) * 3

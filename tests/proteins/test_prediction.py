@@ -3,6 +3,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 from functools import partial
 
 import numpy as np
@@ -136,6 +137,18 @@ def test_with_a_structure_there_is_precision_beside_dca(tmp_path, model_file, ca
     assert "'B'" in refused(capsys, "--contacts", alignment, "--structure", f"{structure}:B", *FLAGS)
 
 
+def test_precisions_stand_below_their_heads(capsys):
+    found = contacts.Prediction(files.Protein("x", np.zeros((1, 30), np.uint8), np.zeros((30, 3))), {})
+    figures = {"6": dict(p_l2=0.91, p_l=0.72, chance=0.13), "24": dict(p_l2=0.54, p_l=0.35, chance=0.06)}
+    prediction.print_precisions(found, {"model": figures, "mean-field DCA": figures})
+    _, above, heads, model, dca, chance = capsys.readouterr().out.splitlines()
+    ends = [match.end() for match in re.finditer(r"P\(L(/2)?\)", heads)]
+    for line, values in ((model, [0.91, 0.72, 0.54, 0.35]), (dca, [0.91, 0.72, 0.54, 0.35]),
+                         (chance, [0.13, 0.13, 0.06, 0.06])):
+        assert [float(line[end - 5:end]) for end in ends] == values
+    assert heads.split() == 2 * ["P(L/2)", "P(L)"] and re.findall(r"\d+", above) == ["6", "24"]
+
+
 def test_how_many_rows_the_model_saw_is_told(tmp_path, monkeypatch):
     alignment = an_alignment(tmp_path / "x.a3m")
     save_model(tmp_path / "m.pt", model_of(coevolution="couplings"), {})
@@ -175,6 +188,24 @@ def test_several_alignments_are_predicted_by_one_model(tmp_path, model_file, cap
                         "belongs to one alignment": [tmp_path / "some", "--structure", "x.pdb"],
                         "empty: no alignment": [tmp_path / "empty"]}.items():
         assert words in refused(capsys, "--contacts", *argv, *FLAGS)
+
+
+def test_several_alignments_are_scored_beside_their_structures(tmp_path, model_file, capsys):
+    """Two are; the third has no structure."""
+    pytest.importorskip("gemmi")
+    (tmp_path / "some").mkdir()
+    for name in "abc":
+        an_alignment(tmp_path / "some" / f"{name}.a3m")
+    for name in "ab":
+        structures.write_model(tmp_path / "some" / f"{name}.pdb", *structures.model(SEQUENCE))
+    assert run("--contacts", "some", "--structure", "some", *FLAGS) == 1
+    said = capsys.readouterr()
+    assert "no structure for some/c.a3m" in said.err
+    last = json.loads(said.out.splitlines()[-1])
+    lines = [json.loads(line) for line in open(last["summary_file"])]
+    scores = [line["precision"]["model"]["6"]["p_l2"] for line in lines[:2]]
+    assert last["means"]["P(L/2) 6+"] == sum(scores) / 2 and last["failed"] == ["some/c.a3m"]
+    assert run("--contacts", "some/a.a3m", "--structure", "some", *FLAGS) == 0
 
 
 def test_a_seed_draws_the_rows(tmp_path, model_file):

@@ -46,10 +46,11 @@ def test_depth_by_hand():
 
 
 def test_columns_that_few_rows_fill_are_thin():
-    """40 rows, all different, fill the first three columns, 29 of them the fourth, the query the fifth."""
+    """40 rows, all different, fill the first three columns, 29 of them the fourth, the query the fifth; 30
+    fill the sixth, which are enough."""
     msa = np.random.default_rng(0).integers(0, 20, (40, 50)).astype(np.uint8)
     msa[29:, 3] = GAP
-    msa[1:, 4] = GAP
+    msa[1:, 4] = msa[30:, 5] = GAP
     depth = Depth.of(msa)
     assert depth.effective == 40 and depth.thin == (3, 4) and "2 of 50 columns" in str(depth)
     assert depth.uncertain == []  # these are too few
@@ -88,6 +89,17 @@ def test_a_relative_is_found_by_its_sequence_whatever_its_name():
     stranger = relative(rng.permutation(homologue)[None], "ubiquitin", card)  # the name says nothing
     assert not stranger["trained"] and stranger["e_value"] > 1e-3
     assert nearest(tokens(MYOGLOBIN[10:60])[None], card["sequences"])[0] == "a"
+
+
+def test_an_e_value_counts_what_chance_finds_among_as_many(monkeypatch):
+    """P(score > 50) of one of 10 residues is 1 - exp(-0.01 * 10 * exp(-0.3 * 50)) = 3.059e-8."""
+    monkeypatch.setattr(relatives, "fitted", lambda *given: (0.3, 0.01))
+    monkeypatch.setattr(relatives, "local_scores", lambda profile, sequences: np.array(
+        [20.0] * 2 + [50.0] + [5.0] * (len(sequences) - 3)))
+    for count in (3, 30):
+        own = {f"f{i}": ["ACDEFGHIKL"] for i in range(count)}
+        name, e_value = relatives.nearest(np.arange(10, dtype=np.uint8)[None], own)
+        assert (name, e_value) == ("f2", pytest.approx(count * 3.059e-8, rel=1e-3))
 
 
 def test_families_without_sequences_leave_it_open_whether_there_is_a_relative():

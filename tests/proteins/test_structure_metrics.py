@@ -63,6 +63,16 @@ def test_definitions():
     assert best <= np.sqrt((noise ** 2).sum(1).mean())  # this one is the least squares'
 
 
+def test_tm_score_finds_what_only_its_narrowest_search_finds():
+    """Of 48 residues every second one fits exactly, the others are 3.5 Å off, each to another side: on the
+    exact half alone, which no piece of the chain is, the score is 0.5 and what 3.5 Å are worth."""
+    true = a_trace(48)
+    model, sides = true.copy(), np.random.default_rng(0).normal(size=(24, 3))
+    model[1::2] += 3.5 * sides / np.linalg.norm(sides, axis=1, keepdims=True)
+    scale = 1.24 * 33 ** (1 / 3) - 1.8
+    assert sm.tm_score(rotated(model), true) >= 0.5 + 0.5 / (1 + (3.5 / scale) ** 2) - 1e-6
+
+
 def test_residues_without_coordinates_are_left_out():
     true, model = a_trace(), a_trace() + np.random.default_rng(3).normal(size=(80, 3))
     true[10:20] = np.nan

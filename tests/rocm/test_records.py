@@ -1,9 +1,12 @@
 """Reading what the profilers of every release wrote."""
 import gzip
+import sqlite3
 
 import pytest
 
 from fusion_lab.rocm import records
+from fusion_lab.rocm.kernel_summary import render, summarize
+from fusion_lab.training.files import UserError
 from tests.rocm.fake_rocm import common
 from tests.rocm.fake_rocm.machine import csv, run_of, start
 
@@ -77,3 +80,62 @@ def test_unusable_directories_are_one_line(name, content, words, tmp_path):
     assert (done.returncode, done.stdout) == (2, "") and words in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert start("summary", tmp_path / "absent").returncode == 2
+
+
+SYMBOLS = ("CREATE TABLE rocpd_info_kernel_symbol (id INTEGER, guid, kernel_name TEXT, display_name TEXT);"
+           "INSERT INTO rocpd_info_kernel_symbol VALUES (1, 'g', '_Zk', 'k'), (1, 'g', '_Zk', 'k'), "
+           "(2, 'g', '_Zl', NULL), (3, 'h', '_Zm', 'm');")
+DISPATCHES = "CREATE TABLE rocpd_kernel_dispatch (id INTEGER PRIMARY KEY, guid TEXT, kernel_id INTEGER, {});"
+VERSION = ("CREATE TABLE rocpd_metadata (tag, value);"
+           "INSERT INTO rocpd_metadata VALUES ('schema_version', '5.1.0');")
+
+
+def rocpd(path, script):
+    with sqlite3.connect(path) as database:
+        database.executescript(script)
+    database.close()
+    return records.read_kernels(path.parent)[:2]
+
+
+def test_dispatches_of_a_database_are_neither_lost_nor_doubled(tmp_path):
+    """Kernel 1 has its symbol twice, 2 no demangled name, 3's is of another process, 0's was not written."""
+    inline = SYMBOLS + DISPATCHES.format('start BIGINT, "end" BIGINT') + "".join(
+        f"INSERT INTO rocpd_kernel_dispatch VALUES (NULL, 'g', {kernel}, {start}, {start + 10});"
+        for start, kernel in enumerate((0, 0, 1, 1, 1, 2, 3)))
+    expected = {"(unknown)": (3, 30.0), "k": (3, 30.0), "_Zl": (1, 10.0)}, 0
+    assert rocpd(tmp_path / "a.db", inline) == expected
+    (tmp_path / "a.db").unlink()
+    apart = SYMBOLS + DISPATCHES.format("start_id INTEGER, end_id INTEGER") + (
+        "CREATE TABLE rocpd_timestamp (id INTEGER, guid TEXT, value BIGINT);") + "".join(
+        f"INSERT INTO rocpd_kernel_dispatch VALUES (NULL, 'g', {kernel}, {2 * start}, {2 * start + 1});"
+        f"INSERT INTO rocpd_timestamp VALUES ({2 * start}, 'g', {start});"
+        f"INSERT INTO rocpd_timestamp VALUES ({2 * start + 1}, 'g', {start + 10});"
+        for start, kernel in enumerate((0, 0, 1, 1, 1, 2, 3)))
+    assert rocpd(tmp_path / "b.db", apart) == expected
+    (tmp_path / "b.db").unlink()
+    with pytest.raises(UserError, match=r"schema 5\.1\.0 is not known"):
+        rocpd(tmp_path / "c.db", VERSION + DISPATCHES.format("begin INTEGER"))
+
+
+@pytest.mark.parametrize("change, time, impossible", [
+    ({}, 120, 0), ({3: (30_000, 30_030)}, 120, 0),  # one of them twice in the file
+    ({2: (20_000, 19_000)}, 90, 1), ({2: (0, 0)}, 90, 1), ({2: (20_000, 9e9)}, 10_090, 1)])
+def test_impossible_times_reach_no_sum(change, time, impossible, tmp_path):
+    """Four launches of 30 ns in a queue, 10 µs apart; the last stands there twice."""
+    times = {place: (10_000 * place, 10_000 * place + 30) for place in range(1, 5)} | change
+    rows = [(1, 1, place, "k", place, *times[place]) for place in (1, 2, 3, 4, 4)]
+    csv(tmp_path / "7_kernel_trace.csv", "Agent_Id,Queue_Id,Dispatch_Id,Kernel_Name,Correlation_Id,"
+        "Start_Timestamp,End_Timestamp", *rows)
+    assert records.read_kernels(tmp_path)[:2] == ({"k": (4, time)}, impossible)
+    assert ("are impossible" in render(summary := summarize(tmp_path))) is bool(impossible)
+    assert summary["gpu_busy_percent"] < 40
+
+
+@pytest.mark.parametrize("total, found", [("-5", ({"x": (3, 0.0)}, 3)), ("inf", None), ("nan", None)])
+def test_impossible_sums_of_statistics(total, found, tmp_path):
+    (tmp_path / "1_kernel_stats.csv").write_text(f"Name,Calls,TotalDurationNs\nx,3,{total}\n")
+    if found:
+        assert records.read_kernels(tmp_path)[:2] == found
+    else:
+        with pytest.raises(UserError, match="impossible"):
+            records.read_kernels(tmp_path)

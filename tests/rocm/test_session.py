@@ -2,6 +2,7 @@
 import shlex
 import signal
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,6 +56,15 @@ def test_an_interrupted_profile_is_flushed_and_summarised(script, number, machin
     assert process.returncode == manifest(out)["exit_code"] == 128 + number
     if script == "run_rocprofv3.sh":
         assert "1488 kernel launches" in output and summary_of(out)["steps"] is None  # nobody knows how many
+
+
+@pytest.mark.parametrize("asked, steps", [(None, 13), ("--validate-setup", None)])
+def test_a_mode_has_no_steps_that_kernels_are_counted_for(asked, steps, tmp_path):
+    wrapper = SimpleNamespace(answer=dict(asked=asked, training_params=dict(num_steps=10, warmup_steps=3)),
+                              selected=False, counted="", records=str(tmp_path), script="x", notes=[],
+                              about=lambda: {})
+    session.write_manifest(wrapper, [], Outcome(0, "done"))
+    assert manifest(tmp_path)["steps"] == steps
 
 
 def test_the_reader_of_the_output_goes_away(machine):

@@ -59,9 +59,16 @@ def test_flags_that_the_program_refuses(name, machine, tmp_path):
     assert not list(workplace.iterdir()) and not (tmp_path / "record").exists()
 
 
+def test_an_option_that_the_tools_help_lacks_is_said(machine):
+    machine("7.0")
+    for option, listed in (("--no-such-option=1", False), ("--help", True), ("word", True)):
+        said = [*wrapper("rocprofv3", "--dry-run", f"--tool-option={option}").warnings()]
+        assert any(f"--tool-option={option}" in text for text in said) != listed
+
+
 @pytest.mark.parametrize("asked", [
     [], ["--enable-cuda-graphs"], ["--enable-torch-compile", "--torch-compile-mode", "reduce-overhead"],
-    ["--torch-compile-mode=reduce-overhead"]])
+    ["--torch-compile-mode=max-autotune"]])
 def test_graphs_run_only_where_they_were_asked_for(asked, machine):
     """ROCm 7.0 to 7.14 lose kernels of graphs: each tool says so, and rocprofv3 traces HIP calls as well, to
     count each replay's kernels."""

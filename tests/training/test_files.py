@@ -1,5 +1,4 @@
 """How programs end, and what they leave on disk: whole files, directories of one run, exit codes, signals."""
-import errno
 import os
 import resource
 import signal
@@ -55,22 +54,48 @@ def test_mistakes_of_ours_are_not_hidden_and_success_is_silent(capsys):
     assert files.exit_code(lambda argv: len(argv), ["a", "b"], "p") == 2 and capsys.readouterr().err == ""
 
 
-PRINTING = f"""
-import sys
+BEGIN = f"""
+import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 from fusion_lab.training import files
-sys.exit(files.exit_code(lambda argv: print("x" * 10 ** 6) or 0, [], "p"))
+from fusion_lab.training.flags import Parser
+"""
+PRINTING = BEGIN + """
+run = Parser(prog="p").parse_args if "--help" in sys.argv else lambda argv: print("x" * 10 ** 6) or 0
+sys.exit(files.exit_code(run, sys.argv[1:], "p"))
 """
 
 
 def test_a_full_disk_or_a_closed_pipe_behind_the_output_ends_without_a_traceback():
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", PRINTING], stdout=full, stderr=subprocess.PIPE,
-                              text=True)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and os.strerror(errno.ENOSPC) in done.stderr
+    for flags in ([], ["--help"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([sys.executable, "-c", PRINTING, *flags], stdout=full,
+                                  stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (
+            1, "p: error: the output cannot be written: the disk is full\n")
     done = subprocess.run(f'{sys.executable} -c "$CODE" | head -c 1; exit ${{PIPESTATUS[0]}}', shell=True,
                           executable="/bin/bash", env={**os.environ, "CODE": PRINTING}, capture_output=True)
     assert done.returncode == files.CLOSED_PIPE and done.stderr == b""
+
+
+CLOSED = BEGIN + """
+files.quiet(__name__)
+with open(sys.argv[1], "w"):
+    print("to stdout", flush=True)
+    print("to stderr", file=sys.stderr, flush=True)
+    sys.stdin.read()
+    sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("closed, out, err", [
+    (">&-", "", "to stderr\n"), ("2>&-", "to stdout\n", ""), ("<&- >&- 2>&-", "", "")])
+def test_what_is_closed_stays_silent_and_no_file_takes_its_place(closed, out, err, tmp_path):
+    command = ["bash", "-c", f'exec "$0" -c "$CODE" file {closed}', sys.executable]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "CODE": CLOSED}, capture_output=True,
+                          text=True, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout, done.stderr) == (7, out, err)
+    assert (tmp_path / "file").read_text() == ""
 
 
 def test_the_first_signal_asks_and_the_second_one_acts():
@@ -103,11 +128,7 @@ def test_a_signal_that_is_ignored_stays_so(monkeypatch):
 # --- Files ------------------------------------------------------------------------------------------------
 
 
-KILLED = f"""
-import os, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-from fusion_lab.training import files
-sync = os.fsync
+KILLED = BEGIN + """
 os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
 files.write_text(sys.argv[1], "new")
 """
@@ -130,16 +151,16 @@ def test_links_are_followed_and_a_directory_is_not_replaced(tmp_path):
         files.write_text(tmp_path, "x")
 
 
-def test_a_full_disk_is_told_in_the_systems_words_and_leaves_nothing(tmp_path):
+def test_a_full_disk_is_no_wrong_use_and_leaves_nothing(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     files.write_text(tmp_path / "x", "old")
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(UserError, match=os.strerror(errno.EFBIG)):
+        with pytest.raises(UserError, match="ulimit -f") as full:
             files.write_atomically(tmp_path / "x", lambda file: torch.save(torch.zeros(10 ** 6), file))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
+    assert full.value.code == 1 and [p.read_text() for p in tmp_path.iterdir()] == ["old"]
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", "[" * 10 ** 5, "\x80"])

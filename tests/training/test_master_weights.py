@@ -52,6 +52,16 @@ def test_gradients_of_masters_place_by_place():
     assert [weight.tolist() for weight in model.list] == [[2, 3], [4], [5]]
 
 
+def test_the_gradient_of_a_square_weight_is_not_its_transpose():
+    """Wherever it lies in memory."""
+    model = nn.Linear(2, 2, bias=False)
+    masters = MasterWeights(model, torch.float16)
+    for gradient in (torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([[1.0, 3], [2, 4]]).t()):
+        model.weight.grad = gradient.half()
+        masters.take_gradients()
+        assert masters.named([masters.flat.grad])["weight"].tolist() == [[1, 2], [3, 4]]
+
+
 # --- Batches ----------------------------------------------------------------------------------------------
 
 def test_a_step_s_batch_is_made_while_the_one_before_it_runs():

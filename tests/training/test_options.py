@@ -27,6 +27,12 @@ def test_what_a_field_refuses(kind, values, words):
         kind(**values)
 
 
+def test_autotuning_leaves_the_graph_to_whoever_makes_one_of_the_step():
+    assert Switches(torch_compile_mode="max-autotune").compile_mode == "max-autotune"
+    assert Switches(**GRAPHS, torch_compile_mode="max-autotune").compile_mode == "max-autotune-no-cudagraphs"
+    assert Switches(**GRAPHS).compile_mode == "default"
+
+
 @pytest.mark.parametrize("values, words", [
     ({}, []), (dict(torch_compile_mode="reduce-overhead"), ["--torch-compile-mode is for torch.compile"]),
     (dict(enable_torch_compile=True, torch_compile_mode="reduce-overhead"), ["CUDA graphs need a GPU"]),

@@ -72,6 +72,7 @@ def test_start_up_lines(capsys, monkeypatch):
     lines = started(capsys, dict(sizes="two sizes", last="last", remarks=remarks), World(size=2),
                     use_tf32=True, enable_fused_residual=True, enable_cuda_graphs=True)
     assert lines[1] == "Ranks: 2" and lines[2].startswith("Model: two sizes, ")
-    assert lines[5:] == ["   Fused ReLU: Enabled (by hand)", "   Torch Compile: Disabled", "   last",
-                         "Besides: --enable-cuda-graphs --enable-fused-residual",
+    assert lines[5:] == ["   Fused ReLU: Enabled (by hand)", "   Torch Compile: Disabled",
+                         "   Fused Residual: Enabled", "   last",
+                         "In a comparison: --variants fused-relu+fused-residual",
                          "Not used here: CUDA graphs need a GPU; this device has no TF32"]

@@ -9,6 +9,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.metrics import read_metrics
 from tests import second_program
+from tests.support import last_json
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 KILL = 0  # in place of a signal: nothing of the process is left but its files
@@ -50,6 +51,13 @@ def plain(content):
     if isinstance(content, dict):
         return {key: plain(part) for key, part in content.items() if key != "training"}
     return (str(content.dtype), content.tolist()) if isinstance(content, torch.Tensor) else content
+
+
+def test_a_run_that_goes_on_under_the_profiler_leaves_its_trace_and_counts_its_own_steps(tmp_path, capsys):
+    assert run(tmp_path / "first", f"--save-checkpoint {tmp_path}/c.pt") == 0
+    assert run(tmp_path / "then", f"--resume {tmp_path}/c.pt --num-steps 12 --enable-pytorch-profiler") == 0
+    assert last_json(capsys.readouterr().out)["performance_summary"]["total_samples"] == 4 * 2
+    assert len(list((tmp_path / "then").glob("*.pt.trace.json"))) == 1
 
 
 @pytest.mark.parametrize("flags, breaks", [

@@ -2,15 +2,21 @@
 
     names, rows, number = parse_alignment("query.a3m")   # number: of the query's row
 
-A3M, Stockholm, aligned FASTA and Clustal are told apart by content. Nothing is left out in silence: what a
-reader would have to guess is refused. Needs no numpy.
+FORMATS, at the end, are told apart by content. Nothing is left out in silence: what a reader would have to
+guess is refused. Needs no numpy.
 """
+import itertools
 import re
+import unicodedata
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from fusion_lab.training.files import UserError
 from tiny_openfold.proteins import containers
 
+SYMBOLS = "ACDEFGHIKLMNPQRSTVWY" + "JOX?*" + "-.~" + "BZU"  # that a sequence may hold, in either case
+GAPS = b"-.~"
 LOWERCASE = b"abcdefghijklmnopqrstuvwxyz"
 NOT_SEQUENCES = {"ss_pred", "ss_conf", "ss_dssp", "sa_dssp", "aa_dssp", "aa_pred"}  # HH-suite annotation
 
@@ -30,7 +36,7 @@ def _fasta_records(path, data):
     """FASTA and A3M, wrapped or not -> (headers, rows as written). Lines that begin with '#' are comments."""
     text = re.sub(rb"(?m)^#.*$", b"", data).strip()
     if text and text[:1] != b">":
-        raise UserError(f"{path}: not {containers.ALIGNMENT}; it begins with {containers.begins(text)}")
+        raise UserError(f"{path}: {containers.begins(text)} stands where a header '>name' is expected")
     names, rows = [], []
     for record in (b"\n" + text).split(b"\n>")[1:]:
         header, _, body = record.partition(b"\n")
@@ -41,23 +47,29 @@ def _fasta_records(path, data):
     return names, rows
 
 
-HEADER = re.compile(rb"\A\s*(CLUSTAL|MUSCLE)[WXO]?\b.*")  # the first line of Clustal's format
+ROW = rb"[^\s>#]\S*[ \t]+[A-Z*?~.-]+(?:[ \t]+\d+)?[ \t]*"  # of Clustal's format, which may count residues
+TITLE = rb"(?:CLUSTAL|MUSCLE)\b.*|.*(?=\n[ \t]*\n)"  # the line before them, by whatever program
 
 
 def _block_records(path, data):
-    """Stockholm and Clustal, interleaved or not -> (names, rows). Only lines with a sequence make rows, so
-    '#=GS' naming hits before the query is harmless. A name twice in one block is two rows."""
+    """Stockholm and, without its header, Clustal, interleaved or not -> (names, rows). Only lines with a
+    sequence make rows, so '#=GS' naming hits before the query is harmless. A name twice in one block is two
+    rows."""
     pieces, in_block = {}, {}
-    for line in HEADER.sub(b"", data).split(b"\n"):
+    for line in data.split(b"\n"):
         fields = line.split()
         if not fields:
             in_block = {}
         elif not line[:1].isspace() and not line.startswith(b"#"):
-            if len(fields) != 2 and not (len(fields) == 3 and fields[2].isdigit()):  # Clustal counts residues
+            if len(fields) != 2 and not (len(fields) == 3 and fields[2].isdigit()):
                 raise UserError(f"{path}: the line {containers.begins(line)} is no name with a sequence")
             count = in_block[fields[0]] = in_block.get(fields[0], 0) + 1
             pieces.setdefault((fields[0], count), []).append(fields[1])
     return [name.decode("utf-8", "replace") for name, _ in pieces], [b"".join(row) for row in pieces.values()]
+
+
+def _clustal_records(path, data):
+    return _block_records(path, re.sub(rb"(?i)\A(\s|#.*\n)*(" + TITLE + rb")?", b"", data))
 
 
 def _alignments(path, data, records):
@@ -76,9 +88,12 @@ def _alignments(path, data, records):
 def parse_alignment(path, query=None):
     """Any format -> (names, rows in the file's order, number of the query's row); rows are bytes of one
     length, one a column."""
-    data, path = containers.read(path, containers.ALIGNMENT), containers.called(path)
-    in_blocks = data.lstrip(b"\0\n ").startswith((b"# STOCKHOLM", b"#=", b"CLUSTAL", b"MUSCLE"))
-    alignments = _alignments(path, data, _block_records if in_blocks else _fasta_records)
+    data, path, suffix = containers.read(path, ALIGNMENT), containers.called(path), split_suffix(path)[1]
+    fitting = [known for known in FORMATS if known.fits(data)]
+    if not fitting:
+        raise UserError(f"{path}: not {ALIGNMENT}; it begins with {containers.begins(data)}")
+    form = next((known for known in fitting if suffix in known.suffixes), fitting[-1])
+    alignments = _alignments(path, data, form.records)
     if not alignments:
         raise UserError(f"{path}: the alignment has no sequences")
     if len(alignments) > 1:
@@ -89,13 +104,27 @@ def parse_alignment(path, query=None):
                             "or give it a file of its own")
         alignments = [alignments[first.index(query)]]
     (names, rows), = alignments
-    chains = re.match(rb"#(\d+(?:,\d+)+)\t[\d,]+\s*\n", data)
-    number = 0 if query is None or chains else _find_row(path, names, rows, query)
-    form = "blocks" if in_blocks else "a3m" if split_suffix(path)[1] in (".a3m", ".a2m") else "fasta"
+    _require_letters(path, names, rows)
+    stated, numbered = _stated_lengths(data), re.fullmatch(r"101(\D+\d+)+", names[0])
+    number = 0 if query is None or stated or numbered else _find_row(path, names, rows, query)
     rows = _columns(path, names, rows, number, form)
-    if chains:
-        names, rows = _one_chain(path, names, rows, [*map(int, chains[1].split(b","))], query)
+    if chains := _chains(path, names, rows, stated, numbered):
+        names, rows = _one_chain(path, names, rows, chains, query)
+        number = 0
     return names, rows, number
+
+
+def _require_letters(path, names, rows):
+    """Raise UserError for the first row that holds what no sequence does."""
+    for number, (name, row) in enumerate(zip(names, rows, strict=True), 1):
+        if strange := row.translate(None, (SYMBOLS + SYMBOLS.lower()).encode()):
+            try:
+                letter = strange.decode()[0]
+                which = repr(letter) + f" ({unicodedata.name(letter, 'no name')})" * (not letter.isascii())
+            except UnicodeDecodeError:
+                which = f"the byte {strange[0]:#x}"
+            raise UserError(f"{path}: row {number} ({name[:60]!r}) holds {which}, which is neither an amino "
+                            "acid nor a gap; not an alignment of one protein")
 
 
 def _columns(path, names, rows, number, form):
@@ -103,19 +132,19 @@ def _columns(path, names, rows, number, form):
     it is where no row has lowercase. A file not called A3M is one if only that makes its rows equal; else its
     rows are aligned as they stand. The query has no insertions: lowercase in it is masking, or there are
     columns for it, or it is an error."""
-    lower = [form != "blocks" and row != row.upper() for row in rows]
+    lower = [form.inserts and row != row.upper() for row in rows]
     a3m = [LOWERCASE + b".", LOWERCASE]
     if not any(lower):
         readings = [b""]
     else:
-        readings = [*a3m, *[b""] * lower[number]] if form == "a3m" else [b"", *a3m]
+        readings = [*a3m, *[b""] * lower[number]] if form.name == "A3M" else [b"", *a3m]
     query = rows[number].upper()
     for deleted in readings:
         columns = [row.translate(None, deleted) for row in rows]
         columns[number] = query.translate(None, deleted)
         if len({len(row) for row in columns}) == 1:
             return columns
-    deleted = LOWERCASE if form == "a3m" or any(lower) else b""
+    deleted = LOWERCASE if form.name == "A3M" or any(lower) else b""
     lengths = [len(row.translate(None, deleted)) for row in rows]
     if len(set(lengths)) == 1:
         inserted = sum(map(str.islower, rows[number].decode("latin-1")))
@@ -128,22 +157,68 @@ def _columns(path, names, rows, number, form):
                     "the file is damaged or its sequences are not aligned")
 
 
-def _one_chain(path, names, rows, lengths, query):
-    """(names, rows) of one chain of a complex by ColabFold, whose rows hold all chains side by side. Rows
-    that lack this chain are left out."""
-    called = names[0].split()
-    if sum(lengths) != len(rows[0]) or len(called) != len(lengths):
+def _stated_lengths(data):
+    """Lengths of a complex's chains, by the line that ColabFold writes before its rows, '#30,40\\t1,1', or
+    None."""
+    comments = re.split(rb"(?m)^>", data, maxsplit=1)[0].decode("latin-1")
+    numbers = r"(\d+(?:\s*,\s*\d+)+)"
+    for line in re.finditer(rf"(?m)^\0*\s*#\s*{numbers}[\s;|]+{numbers}\s*$", comments):
+        lengths, copies = ([int(number) for number in part.split(",")] for part in line.groups())
+        if len(lengths) == len(copies):
+            return lengths
+    return None
+
+
+def _blocks(rows):
+    """[(row, first column, end)] of the rows that begin blocks, to the end of the file, each with the rows of
+    one chain of a complex, gaps elsewhere: its first row is the chain. [] where rows make no such blocks."""
+    size = len(rows[0])
+    spans = [(size - len(row.lstrip(GAPS)), len(row.rstrip(GAPS))) for row in rows]
+    whole = rows[0] if spans[0] == (0, size) else b""  # of all chains
+    for first in (i for i, (start, end) in enumerate(spans) if start == 0 and 0 < end < size):
+        blocks = []
+        for row in range(first, len(rows)):
+            (start, end), (_, begin, stop) = spans[row], blocks[-1] if blocks else (0, 0, 0)
+            if start < end and not begin <= start < end <= stop:
+                letters = rows[row][start:end].translate(None, GAPS)
+                if start != stop or letters != (whole or rows[row])[start:end]:
+                    break
+                blocks.append((row, start, end))
+        else:
+            if blocks[-1][2] == size:
+                return blocks
+        if not whole:
+            break
+    return []
+
+
+def _chains(path, names, rows, lengths, numbered):
+    """[(name, first column, end)] of the chains of a complex by ColabFold, whose rows hold all chains side by
+    side, and [] of other alignments. lengths: as stated, or None; numbered: row 1 is called 101 102."""
+    blocks = _blocks(rows)
+    if not lengths and numbered and not blocks:
+        raise UserError(f"{path}: row 1 ({names[0][:60]!r}) is named as in an alignment of a complex, but no "
+                        "line before it tells the lengths of the chains, such as '#30,40 1,1'")
+    if lengths and sum(lengths) != len(rows[0]):
         raise UserError(f"{path}: its first line names chains of {', '.join(map(str, lengths))} residues, "
                         f"which is not what row 1 ({names[0][:60]!r}) holds; the file is damaged")
-    if query not in called:
-        listed = ", ".join(f"{name} ({length} residues)"
-                           for name, length in zip(called, lengths, strict=True))
-        raise UserError(f"{path}: an alignment of a complex, of the chains {listed}; one chain is needed: "
-                        f"choose it by --query {called[0]}, or give it a file of its own")
-    start = sum(lengths[:called.index(query)])
-    cut = [row[start:start + lengths[called.index(query)]] for row in rows]
-    kept = [i for i, row in enumerate(cut) if i == 0 or row.strip(b"-.~")]
-    return [query, *(names[i] for i in kept[1:])], [cut[i] for i in kept]
+    lengths = lengths or [end - start for _, start, end in blocks]
+    ways = names[0].split(), [first_word(names[row]) for row, _, _ in blocks], [*map(str, range(101, 999))]
+    called = next((words for words in ways if len(words) == len(lengths)), ways[-1])
+    ends = [*itertools.accumulate(lengths)]
+    return list(zip(called, [0, *ends], ends, strict=False))
+
+
+def _one_chain(path, names, rows, chains, query):
+    """(names, rows) of one chain of a complex. Rows that lack this chain are left out."""
+    for name, start, end in chains:
+        if name == query:
+            cut = [row[start:end] for row in rows]
+            kept = [i for i, row in enumerate(cut) if row.strip(GAPS)]
+            return [query, *(names[i] for i in kept[1:])], [cut[i] for i in kept]
+    listed = ", ".join(f"{name} ({end - start} residues)" for name, start, end in chains)
+    raise UserError(f"{path}: an alignment of a complex, of the chains {listed}; one chain is needed: "
+                    f"choose it by --query {chains[0][0]}, or give it a file of its own")
 
 
 def _find_row(path, names, rows, query):
@@ -161,3 +236,27 @@ def _find_row(path, names, rows, query):
     examples = ", ".join(f"{names[i][:60]}{f' (row {i + 1})' * alike}"
                          for i in (hits or range(len(rows)))[:4] if words[i]) or "(no names)"
     raise UserError(f"{path}: query {query!r} {problem}; rows are called, for instance: {examples}")
+
+
+class Format(NamedTuple):
+    """A format of alignments. To add one, write a reader and a line in FORMATS. Of formats that begin alike
+    the one with the file's suffix is taken, else the last."""
+    name: str
+    begins: bytes      # how its files begin, behind comments: a pattern
+    suffixes: tuple    # of its files in directories
+    records: Callable  # (path, data) -> (names, rows as written)
+    inserts: bool      # lowercase may be insertions, which have no column
+
+    def fits(self, data):
+        head = re.match(rb"(?i)(?:[\s\0]+|#(?!\s*STOCKHOLM|=).*)*", data)
+        return re.compile(self.begins, re.IGNORECASE).match(data, head.end())
+
+
+FORMATS = (
+    Format("A3M", rb">", (".a3m", ".a2m"), _fasta_records, True),
+    Format("aligned FASTA", rb">|\Z", (".fasta", ".fa", ".fas", ".faa", ".afa", ".msa"), _fasta_records,
+           True),
+    Format("Stockholm", rb"#\s*STOCKHOLM|#=G", (".sto", ".stk", ".stockholm"), _block_records, False),
+    Format("Clustal", rb"(?:CLUSTAL|MUSCLE)\b|(?:.*\n(?:[ \t]*\n)+)?" + ROW + rb"\n" + ROW + rb"(?:\n|\Z)",
+           (".aln", ".clustal", ".clw"), _clustal_records, False))
+ALIGNMENT = f"an alignment in {', '.join(known.name for known in FORMATS[:-1])} or {FORMATS[-1].name} format"

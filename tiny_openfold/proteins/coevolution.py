@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import one_hot
 
+from evoformer_kernels.precision import set_tf32_products, tf32_products
 from tiny_openfold.proteins import GAP
 
 Q = 21
@@ -53,13 +54,13 @@ def inverse(matrix):
     matrix = matrix * scale
     bound = matrix.abs().sum(2).amax(1)[:, None, None]  # of the eigenvalues
     found = torch.eye(matrix.shape[1], device=matrix.device) / bound
-    before = torch.backends.cuda.matmul.allow_tf32
+    before = tf32_products()
     try:
         for step in range(COARSE + FINE):
-            torch.backends.cuda.matmul.allow_tf32 = step < COARSE
+            set_tf32_products(step < COARSE)
             found = torch.baddbmm(found, found, matrix @ found, beta=2, alpha=-1)
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        set_tf32_products(before)
     return (found + found.transpose(1, 2)) / 2 * scale
 
 

@@ -9,7 +9,6 @@ import sys
 
 from fusion_lab.training.files import MISSING, UserError
 
-ALIGNMENT = "an alignment in A3M, Stockholm, aligned FASTA or Clustal format"
 STRUCTURE = "a PDB or mmCIF file with atoms"
 PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma"}  # first bytes: module of Python
 SUFFIXES = (".gz", ".bz2", ".xz")
@@ -28,7 +27,8 @@ KINDS = [(re.compile(pattern), what, remedy) for pattern, what, remedy in (
     (rb"(?s).{0,300}?(dataBlocks|mmtfVersion)", "a binary structure (BinaryCIF or MMTF)",
      "fetch the .cif file"),
     (rb"\s*[\[{]", "JSON", ""),
-    (rb"(?i)\s*key,sequence", "a Boltz CSV", "write each sequence below a line '>name' into an .a3m file"),
+    (rb"(?i)\s*\"?(key\W+sequence|sequence\W+key)\b", "a Boltz CSV",
+     "write each sequence below a line '>name' into an .a3m file"),
     (rb"\s*\"?>[^\n]*\\n[^\n]*\n?\Z", r"an alignment whose line ends are written out as \n",
      "replace each of them by a line end"),
     (rb"\s*>[A-Z][A-Z1-9];", "a PIR file", "convert it to aligned FASTA"),
@@ -39,8 +39,7 @@ KINDS = [(re.compile(pattern), what, remedy) for pattern, what, remedy in (
     (rb"(\s|#.*\n)*SEQUENCE:", "a silent file of Rosetta", "extract its PDB files by extract_pdbs"),
     (rb"(\s|#.*\n)*@<TRIPOS>", "a MOL2 file", "export it as PDB"),
     (rb"(\s|#.*\n)*(?i:data_)|(HEADER|TITLE|COMPND|CRYST1|REMARK|EXPDTA|MODEL|SEQRES|PARENT|ATOM|HETATM)\b"
-     rb"[^\n]*\n", STRUCTURE, ""),
-    (rb"# STOCKHOLM|#=|CLUSTAL|MUSCLE|(\s|#.*\n)*>", ALIGNMENT, ""))]
+     rb"[^\n]*\n", STRUCTURE, ""))]
 
 
 def called(path):
@@ -50,8 +49,8 @@ def called(path):
 
 def read(path, wanted):
     """Content of a file, "-" for standard input, unpacked if it is packed, with \\n line ends and no BOM.
-    wanted: ALIGNMENT or STRUCTURE. Raises UserError where the file cannot be read or is known to be something
-    else."""
+    wanted: STRUCTURE, or alignments.ALIGNMENT. Raises UserError where the file cannot be read or is known to
+    be something else."""
     try:
         with sys.stdin.buffer if path == "-" else open(path, "rb") as file:
             data = file.read()

@@ -8,6 +8,7 @@ numpy, and gemmi for structures. Whatever is wrong with a file ends in a UserErr
 tokens, alignments, structures, mapping one to the other, families. Letters in shapes: R alignment rows, L
 query residues, C residues of a chain.
 """
+import contextlib
 import itertools
 import os
 import re
@@ -26,15 +27,19 @@ from tiny_openfold.proteins import (  # noqa: F401  for those who read files
     UNKNOWN,
     containers,
 )
-from tiny_openfold.proteins.alignments import first_word, parse_alignment, split_suffix
+from tiny_openfold.proteins.alignments import (
+    FORMATS,
+    SYMBOLS,
+    first_word,
+    parse_alignment,
+    split_suffix,
+)
 from tiny_openfold.proteins.matching import align
 
 # --- Tokens ---------------------------------------------------------------------------------------------
 
-NO_TOKEN = 255
 
-SYMBOLS = AMINO_ACIDS + "JOX?*" + "-.~" + "BZU"
-TOKEN_OF = np.full(256, NO_TOKEN, np.uint8)  # byte of an alignment -> token
+TOKEN_OF = np.full(256, 255, np.uint8)  # byte of an alignment -> token
 TOKEN_OF[[*SYMBOLS.lower().encode()]] = TOKEN_OF[[*SYMBOLS.encode()]] = (
     [*range(20)] + 5 * [UNKNOWN] + 3 * [GAP] + [AMINO_ACIDS.index(letter) for letter in "DEC"])
 
@@ -77,10 +82,6 @@ class Protein:
 def _query_columns(path, names, rows, number):
     """Rows as bytes -> (R, L) tokens: row `number` moved to the front, the columns of its residues kept."""
     msa = _tokens(b"".join(rows)).reshape(len(rows), -1)
-    if (msa == NO_TOKEN).any():
-        row, column = np.argwhere(msa == NO_TOKEN)[0]
-        raise UserError(f"{path}: row {row + 1} ({names[row][:60]!r}) holds {chr(rows[row][column])!r}, "
-                        "which is neither an amino acid nor a gap; not an alignment of one protein")
     residues = msa[number] != GAP
     if not residues.any():
         raise UserError(f"{path}: the query, row {number + 1} ({names[number][:60]!r}), has no residues")
@@ -90,10 +91,12 @@ def _query_columns(path, names, rows, number):
 # --- Structures -----------------------------------------------------------------------------------------
 
 BROKEN = 4.5        # Å between successive CA atoms; 3.8 in a trans, 2.9 in a cis peptide
-# What a structure says of an experiment, and what those say that AlphaFold, ESMFold and others predicted.
-EXPERIMENT = re.compile(rb"(?mi)^(EXPDTA\b(?! *THEOR)|_exptl\.method\b(?! +.?THEOR))")
-PREDICTION = re.compile(rb"(?mi)^(PARENT +N/A|data_AF-|_ma_(model|qa)_\w+\.|EXPDTA|_exptl\.method"
-                        rb"|(HEADER|TITLE|REMARK|COMPND) .*(predicted|alphafold|esmfold|model created with))")
+ONE_PLACE = 2.0     # Å between CA atoms of one residue, at most; those of neighbours are 2.9 apart
+# What a structure says of an experiment, what those say that a program predicted, and words that may mean it.
+EXPERIMENT = re.compile(rb"(?mi)^(EXPDTA\b(?! *THEOR)|_exptl\.method\b(?! +.?THEOR)"
+                        rb"|REMARK   2 RESOLUTION\. +\d|_refine\.|_em_\w+\.|_reflns\.)")
+PREDICTION = re.compile(rb"(?mi)^(PARENT +N/A|data_AF-|_ma_(model|qa)_\w+\.|EXPDTA|_exptl\.method)")
+HINTS = re.compile(rb"(?mi)^(HEADER|TITLE|REMARK|COMPND) .*(predicted|alphafold|esmfold|model created with)")
 MIN_IDENTITY = 0.9  # of two sequences said to be one: point mutants pass, homologues do not
 
 
@@ -107,7 +110,8 @@ class Chain:
     breaks: np.ndarray    # (seen residues + 1,) bool, the chain is open before this one; the ends are too
     numbers: np.ndarray   # (C,) str, the file's residue numbers with insertion codes; "" where not seen
     backbone: np.ndarray  # (C, 4, 3) float32, N, CA, C, O, Å; NaN where there is none
-    predicted: bool = False  # the file holds a prediction, not an experiment
+    predicted: str = ""  # "is" or "may be": the file holds a prediction, not an experiment
+    twice: str = ""      # a residue number that two residues have, so that one of them is lost
 
 
 def split_structure_argument(argument):
@@ -119,8 +123,8 @@ def split_structure_argument(argument):
 
 
 def _parse_structure(path):
-    """PDB or mmCIF, told apart by content -> (gemmi.Structure with entities and label_seq set, whether it is
-    a prediction)."""
+    """PDB or mmCIF, told apart by content -> (gemmi.Structure with entities and label_seq set, Chain's
+    `predicted`)."""
     try:
         import gemmi
     except ImportError:
@@ -133,7 +137,7 @@ def _parse_structure(path):
             atoms = [block for block in blocks if block.find_values("_atom_site.Cartn_x")]
             structure = gemmi.make_structure_from_block((atoms or blocks)[0])
         else:
-            structure = gemmi.read_pdb_string(text)
+            structure = _read_pdb(gemmi, text)
         structure.merge_chain_parts()
         structure.setup_entities()
         structure.assign_label_seq_id()
@@ -141,18 +145,34 @@ def _parse_structure(path):
         reason = " ".join(str(error).split())[:120]
         raise UserError(f"{path}: not a readable PDB or mmCIF file: {reason}") from None
     if not len(structure) or not structure[0].count_atom_sites():
+        if any(known.fits(data) for known in FORMATS):
+            raise UserError(f"{path}: this is an alignment; {containers.STRUCTURE} is needed")
         raise UserError(f"{path}: not {containers.STRUCTURE}; it begins with {containers.begins(data)}")
     return structure, _predicted(data, structure)
 
 
+def _read_pdb(gemmi, text):
+    """gemmi.Structure. Where its last columns are no elements and charges, as in old files that number lines
+    there, they do not count."""
+    with contextlib.suppress(RuntimeError):
+        return gemmi.read_pdb_string(text)
+    return gemmi.read_pdb_string(text, max_line_length=72)
+
+
 def _predicted(data, structure):
-    """Whether a program predicted this structure. Its file says so, or it names no experiment and all atoms
-    of a residue have the same B-factor, other residues another one, as pLDDT is written."""
+    """Chain's `predicted`: "is" where the file says so, "may be" where it hints at it, or all atoms of a
+    residue have one B-factor of 0 to 100, other residues another one, as pLDDT is written. What only
+    experiments find weighs more than such a guess: a crystal, waters, atoms that are there in part."""
     if EXPERIMENT.search(data) or PREDICTION.search(data):
-        return not EXPERIMENT.search(data)
-    factors = [{atom.b_iso for atom in residue}
-               for chain in structure[0] for residue in chain if len(residue) > 1]
-    return all(len(of_one) == 1 for of_one in factors) and len(set().union(*factors)) > 1
+        return "" if EXPERIMENT.search(data) else "is"
+    residues = [residue for chain in structure[0] for residue in chain]
+    atoms = [atom for residue in residues for atom in residue]
+    if structure.cell.is_crystal() or any(residue.is_water() for residue in residues) or any(
+            atom.has_altloc() or 0 < atom.occ < 1 or not 0 <= atom.b_iso <= 100 for atom in atoms):
+        return ""
+    factors = [{atom.b_iso for atom in residue} for residue in residues if len(residue) > 1]
+    like_plddt = all(len(of_one) == 1 for of_one in factors) and len(set().union(*factors)) > 1
+    return "may be" if like_plddt or HINTS.search(data) else ""
 
 
 def read_structure(path, chain=None):
@@ -172,6 +192,10 @@ def read_structure(path, chain=None):
     if not chosen:
         listed = ", ".join(f"{c.name or '(no name)'} ({c.seen.sum()} residues)" for c in chains[:12])
         raise UserError(f"{path}: no protein chain {chain!r}; it has {listed}{', ...' * (len(chains) > 12)}")
+    for candidate in chosen:
+        if candidate.twice:
+            raise UserError(f"{path}: chain {candidate.name!r} has two residues {candidate.twice}: its "
+                            "numbers begin again; renumber them, or give the second part another chain name")
     return chosen
 
 
@@ -193,8 +217,14 @@ def _read_chain(structure, model_chain):
                   gemmi.find_tabulated_residue(parents.get(name, "")).one_letter_code) for name in names)
         return _tokens("".join(next(filter(str.isalpha, pair), "X") for pair in codes).encode())
 
-    sites = itertools.groupby(polymer, key=lambda residue: (residue.seqid.num, residue.seqid.icode))
-    residues = [max(site, key=lambda r: max((atom.occ for atom in r), default=0)) for _, site in sites]
+    sites = []  # residues of which a molecule has one or the other
+    for residue in polymer:
+        if sites and residue.seqid == sites[-1][0].seqid and not _apart([residue, sites[-1][0]]):
+            sites[-1].append(residue)
+        else:
+            sites.append([residue])
+    residues = [max(site, key=lambda r: max((atom.occ for atom in r), default=0)) for site in sites]
+    twice = next((str(residue.seqid) for residue in polymer if _apart([residue])), "")
     observed = tokens([residue.name for residue in residues])
     full = tokens([gemmi.Entity.first_mon(name) for name in (entity.full_sequence if entity else [])])
     labels = np.array([residue.label_seq or 0 for residue in residues]) - 1
@@ -213,7 +243,14 @@ def _read_chain(structure, model_chain):
     numbers[labels] = [str(residue.seqid) for residue in residues]
     backbone[labels] = [[_position(residue, name) for name in ("N", "CA", "C", "O")] for residue in residues]
     breaks = np.r_[True, ~close, True]
-    return Chain(model_chain.name, full, coords, seen, breaks, numbers, backbone)
+    return Chain(model_chain.name, full, coords, seen, breaks, numbers, backbone, twice=twice)
+
+
+def _apart(residues):
+    """Whether CA atoms of residues lie too far apart to be of one, which only alternate locations may."""
+    atoms = [atom for residue in residues for atom in residue if atom.name == "CA"]
+    return any(a.altloc == b.altloc and a.pos.dist(b.pos) > ONE_PLACE
+               for a, b in itertools.combinations(atoms, 2))
 
 
 def _position(residue, atom_name):
@@ -282,23 +319,23 @@ def _row_that_matches(names, rows, chains):
     return None
 
 
-def _remarks(name, predicted=None):
-    """Of a query of this name and the path of a structure that is a prediction."""
+def _remarks(name, structure="", predicted=""):
+    """Of a query of this name and a structure's path and Chain's `predicted`."""
     found = []
     if first_word(name).endswith("_consensus"):  # HH-suite's first row of a cluster
         found.append(f"The query, {first_word(name)}, is the consensus of a cluster and no protein: choose "
                      "another row by --query")
-    if predicted is not None:
-        found.append(f"{predicted} is a predicted structure: agreement with it is no measure of precision")
+    if predicted:
+        found.append(f"{os.path.basename(structure)} {predicted} a predicted structure: agreement with one "
+                     "is no measure of precision")
     return tuple(found)
 
 
 def load_alignment(msa_path, query=None):
     """Alignment without a structure -> Protein without coordinates, its residues numbered from 1.
 
-    Formats, told apart by content, each also packed by gzip, bzip2 or xz: A3M (called .a3m, or rows that only
-    agree without their lowercase), Stockholm, aligned FASTA, Clustal. The query is the first sequence, or the
-    row that `query` names; of several alignments in a file it names one, of a complex a chain. Columns where
+    Its format is one of alignments.FORMATS, packed or not. The query is the first sequence, or the row that
+    `query` names; of several alignments in a file it names one, of a complex a chain. Columns where
     it has a gap are dropped, and so are insertions in A3M. Every sequence stays, the query twice as well.
     Raises UserError: file unreadable, not one alignment of one chain, rows of unequal length, unknown query.
     """
@@ -341,13 +378,12 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
     backbone = np.where(mapped[:, None, None], best.backbone[mapping[0]], np.float32(np.nan))
     return Protein(name or split_suffix(msa_path)[0], msa, coords, best.name, numbers, backbone,
                    len(rows[0]) - msa.shape[1],
-                   _remarks(names[number], structure_path if best.predicted else None))
+                   _remarks(names[number], structure_path, best.predicted))
 
 
 # --- Families -------------------------------------------------------------------------------------------
 
-ALIGNMENT_SUFFIXES = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".fasta", ".fa", ".fas", ".faa", ".afa",
-                      ".aln", ".clustal", ".clw", ".msa")
+ALIGNMENT_SUFFIXES = tuple(suffix for known in FORMATS for suffix in known.suffixes)
 STRUCTURE_SUFFIXES = (".cif", ".mmcif", ".pdb", ".ent")
 
 
@@ -363,9 +399,9 @@ def alignments_in(directory):
 
 
 def load_families(directory):
-    """Directory -> (list of Protein sorted by name, names of files without a partner): each alignment
-    NAME.a3m, .sto or .fasta with the structure NAME.cif or NAME.pdb beside it, packed or not. Other files are
-    ignored. Raises UserError: no such directory, no pair in it, two files for one NAME."""
+    """Directory -> (list of Protein sorted by name, names of files without a partner): each alignment with
+    the structure of its name beside it, packed or not. Other files are ignored. Raises UserError: no such
+    directory, no pair in it, two files for one NAME."""
     try:
         paths = sorted(Path(directory).iterdir())
     except OSError as error:
@@ -378,9 +414,9 @@ def load_families(directory):
     pairs = {stem: kinds for stem, kinds in sorted(found.items()) if all(kinds)}
     alone = sorted(path.name for kinds in found.values() if not all(kinds) for path in sum(kinds, []))
     if not pairs:
-        raise UserError(f"{directory}: no families; needed are alignments NAME.a3m, .sto or .fasta, each "
-                        "with its structure NAME.cif or NAME.pdb beside it"
-                        + (f"; {alone[0]} has no such partner" if alone else ""))
+        wanted = " or ".join(ALIGNMENT_SUFFIXES), " or ".join(STRUCTURE_SUFFIXES)
+        raise UserError(f"{directory}: no families; needed are alignments NAME{wanted[0]}, each beside a "
+                        f"structure NAME{wanted[1]}" + (f"; {alone[0]} has none" if alone else ""))
     for paths in (paths for kinds in pairs.values() for paths in kinds if len(paths) > 1):
         raise UserError(f"{directory}: keep one of {' and '.join(path.name for path in paths)}")
     return [load_protein(*alignments, *structures, name=stem)

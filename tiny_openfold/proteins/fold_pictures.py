@@ -6,7 +6,9 @@ colours of AlphaFold's database. Letters in shapes: L residues.
 import base64
 import html
 import json
+import os
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,19 @@ PAGE = Path(__file__).with_name("fold_page.html")
 BANDS = ((90, "#0053D6", "very high"), (70, "#65CBF3", "high"), (50, "#FFDB13", "low"),
          (0, "#FF7D45", "very low"))
 PIECES = 5  # of the curve between two residues
+
+
+def in_words(plddt):
+    """What a mean pLDDT says of a fold."""
+    return next(words for least, words in (
+        (90, "Right, in most details too"), (70, "Right overall; details may be off"),
+        (50, "Roughly right overall; do not trust details"), (0, "Large parts are probably wrong"))
+        if plddt >= least or not least)
+
+
+def nameless(text):
+    """A command without the folders of the machine that ran it: pages are passed on."""
+    return shlex.join(os.path.basename(word) if os.path.isabs(word) else word for word in shlex.split(text))
 
 
 def colour(plddt):
@@ -51,9 +66,10 @@ def smooth(points):
 def notes(result):
     """[(class of the paragraph, words)] above the panels."""
     extra = result["extra_rows_used"]
-    found = [("", f"{counted(result['residues'], 'residue')}, {result['rows_used']} of "
+    found = [("", f"{in_words(result['plddt'])}: mean pLDDT {result['plddt']:.0f} of 100. "
+                  f"{counted(result['residues'], 'residue')}, {result['rows_used']} of "
                   f"{counted(result['rows'], 'row')}" + (f", {extra} for couplings" if extra else "")
-              + f" ({result['effective_rows']:.1f} effective); mean pLDDT {result['plddt']:.0f} of 100")]
+              + f" ({result['effective_rows']:.1f} effective)")]
     found += [("warning", words) for words in cautions(result)]
     found += [("warning", remark) for remark in result["remarks"]]
     if words := kinship(result["relative"]):
@@ -71,12 +87,14 @@ def write_page(path, m, atoms, plddt, result):
     letters = m.protein.sequence
     data = dict(sequence=letters, places=turned(atoms[:, CA]).round(2).tolist(),
                 plddt=plddt.round(1).tolist(), bands=BANDS, numbers=m.protein.numbers,
-                low=result["low_confidence"], secondary=secondary_structure(letters, atoms[:, :4]),
+                near_to_far=maps.NEAR_TO_FAR, low=result["low_confidence"],
+                secondary=secondary_structure(letters, atoms[:, :4]),
                 distances=base64.b64encode(tenths.tobytes()).decode())
     title = html.escape(f"{maps.printable(m.protein.name)}: predicted fold")
     paragraphs = "\n".join(f'<p class="{kind}">{html.escape(words)}</p>' for kind, words in notes(result))
-    details = (f"<p>Model: {html.escape(maps.printable(result['model'], 300))}. Made by:</p>\n"
-               f"<p><code>{html.escape(result['command'])}</code></p>")
+    model = maps.printable(os.path.basename(result["model"]), 300)
+    details = (f"<p>Model: {html.escape(model)}. Made by:</p>\n"
+               f"<p><code>{html.escape(nameless(result['command']))}</code></p>")
     parts = dict(TITLE=title, NOTES=paragraphs, DETAILS=details,
                  DATA=json.dumps(data).replace("<", "\\u003c"))
     page = PAGE.read_text(encoding="utf-8")  # a name may be such a word: what is put in is not searched

@@ -13,6 +13,8 @@ from tiny_openfold.proteins.contacts import CONTACT_DISTANCE, SEPARATION
 # Blue and vermilion of Okabe and Ito's palette (2008), told apart under every colour blindness; the marks
 # differ in shape as well, for grey printers.
 RIGHT, WRONG = "#0072B2", "#D55E00"
+NEAR_TO_FAR = ("#141E5A", "#4C8FBF", "#FFFFFF")  # distances up to FAR Å, in pictures and pages alike
+FAR = 22
 CONTACT, NEAR, HATCH = "#B0B0B0", "#EEEEEE", "#9A9A9A"
 PANEL = 3.4  # inches, against which letters of 10 points are still read at half size
 
@@ -140,7 +142,9 @@ def draw_distances(axis, m):
     if m.precision:
         both = np.triu(m.distances, 1) + np.tril(np.nan_to_num(m.true, nan=0.0), -1)
         shown = np.ma.masked_where(np.isnan(m.true) & np.tri(m.protein.length, dtype=bool), both)
-    return axis.imshow(shown, origin="upper", cmap="viridis_r", vmin=2, vmax=22)
+    from matplotlib.colors import LinearSegmentedColormap
+    return axis.imshow(shown, origin="upper", vmin=0, vmax=FAR,
+                       cmap=LinearSegmentedColormap.from_list("near to far", NEAR_TO_FAR))
 
 
 def dress(axis, m, title):

@@ -1,10 +1,13 @@
 """Options of training on proteins: where they come from, which are held out, what is drawn. No torch."""
+import os
 from dataclasses import dataclass
 
 from evoformer_kernels import limits
 from fusion_lab.training import options
 from fusion_lab.training.options import option
 
+# The shipped model, of predictions without --resume and of --init-from shipped
+MODEL = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "models", "families.pt")
 # Fields that a mode takes which predicts something of one alignment.
 OF_PREDICTIONS = ("structure", "query", "min_coordinates", "resume", "eval_seqs", "output", "seed", "device",
                   "use_amp", "amp_dtype", "use_tf32", "deterministic", "json")
@@ -35,7 +38,8 @@ class TrainingConfig(options.TrainingConfig):
         None, "share of the families neither trained on nor held out, whose contact precision decides for "
         "--early-stopping and --save-best", low=1e-6, below=1.0, type=float)
     msa: str | None = option(None, "alignment of one real protein", type=str, metavar="FILE", read=True)
-    structure: str | None = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE")
+    structure: str | None = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE",
+                                   read=True)
     query: str | None = option(None, "name of the query row in --msa, --contacts or --fold; default: the "
                                "first row", type=str, metavar="NAME")
     min_coordinates: float = option(0.1, "share of a real protein's residues that must have coordinates; "
@@ -56,6 +60,8 @@ class TrainingConfig(options.TrainingConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.init_from == "shipped":
+            object.__setattr__(self, "init_from", MODEL)
         if self.holdout and self.holdout_fraction is not None:
             self.refuse("holdout", "allowed without --holdout-fraction only")
         predicts = self.contacts is not None or self.fold is not None

@@ -4,10 +4,11 @@ import contextlib
 import json
 import os
 import shlex
+import statistics
 import sys
 import textwrap
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
@@ -21,7 +22,6 @@ from fusion_lab.training.files import UserError, counted, printable
 from fusion_lab.training.machine import GIGABYTE, amp_dtype, choose_device, free_memory, process_settings
 from fusion_lab.training.models import read_model
 from fusion_lab.training.options import flag
-from fusion_lab.training.program import ROOT
 from fusion_lab.training.reporting import print_result
 from tiny_openfold.proteins import files, maps
 from tiny_openfold.proteins.batches import MOST_EXTRA, assemble, require_coordinates
@@ -38,7 +38,7 @@ from tiny_openfold.proteins.contacts import (
     run_model,
 )
 from tiny_openfold.proteins.containers import called
-from tiny_openfold.proteins.options import OF_PREDICTIONS
+from tiny_openfold.proteins.options import MODEL, OF_PREDICTIONS
 from tiny_openfold.proteins.relatives import (
     Depth,
     cautions,
@@ -49,7 +49,6 @@ from tiny_openfold.proteins.relatives import (
     some_rows,
 )
 
-MODEL = os.path.join(ROOT, "tiny_openfold", "models", "families.pt")  # what is used without --resume
 ROWS = 512                # of the alignment, without --eval-seqs
 YARDSTICK_ROWS = 4000     # of mean-field DCA, since statistics need more of them
 LONGEST_FOR_DCA = 400     # residues: 2 GB and half a minute
@@ -116,16 +115,32 @@ def predict(program, settings, mode, work):
         print(f"{number} of {len(paths)} took {seconds:.0f} s{left * (number < len(paths))}", flush=True)
     if failed:
         print(f"{len(failed)} of {len(paths)} failed: {', '.join(map(printable, failed))}", file=sys.stderr)
-    print_result(dict(mode=mode, predicted=good, failures=len(failed), failed=failed), summary, settings)
+    if means := means_of(told.values()):
+        print(f"Means of all: {', '.join(f'{name} {value:.3f}' for name, value in means.items())}")
+    print_result(dict(mode=mode, predicted=good, failures=len(failed), failed=failed, means=means), summary,
+                 settings)
     return outputs.FAILED if failed else outputs.OK
+
+
+def means_of(headlines):
+    """{figure: its mean over the predictions that were compared with a structure}"""
+    values = defaultdict(list)
+    for headline in headlines:
+        by_separation = headline.get("precision", {}).get("model", {})
+        found = {f"P(L/2) {separation}+": of["p_l2"] for separation, of in by_separation.items()}
+        for name, value in {**found, **(headline.get("scores") or {})}.items():
+            if value is not None and name != "residues_compared":
+                values[name].append(value)
+    return {name: statistics.fmean(of) for name, of in values.items()}
 
 
 def alignments(given, structure=None):
     """Paths of the alignments that were given: files, all in a directory, standard input. Raises
     UserError."""
     paths = [path for one in given for path in (files.alignments_in(one) if os.path.isdir(one) else [one])]
-    if structure is not None and len(paths) > 1:
-        raise UserError(f"--structure {structure}: belongs to one alignment, here are {len(paths)}")
+    if structure is not None and len(paths) > 1 and not os.path.isdir(structure):
+        raise UserError(f"--structure {structure}: belongs to one alignment, here are {len(paths)}; name a "
+                        "directory that holds a structure of each one's name")
     names = Counter(map(name_of, paths))
     if twice := [path for path in paths if names[name_of(path)] > 1]:
         raise UserError(f"{' and '.join(twice[:2])}: their results would have one name; rename one of them")
@@ -143,10 +158,22 @@ def read_protein(training, alignment):
         protein = files.load_alignment(alignment, training.query)
         require_protein(protein.msa[0], called(alignment))
     else:
-        path, chain = files.split_structure_argument(training.structure)
-        protein = files.load_protein(alignment, path, chain, training.query)
+        protein = files.load_protein(alignment, *structure_of(training, alignment), training.query)
         require_coordinates([protein], training.min_coordinates)
     return replace(protein, name=name_of(alignment)) if alignment == STDIN else protein
+
+
+def structure_of(training, alignment):
+    """(path, chain or None) by --structure, which may name a directory. Raises UserError."""
+    path, chain = files.split_structure_argument(training.structure)
+    if not os.path.isdir(path):
+        return path, chain
+    there = [name for name in sorted(os.listdir(path)) if files.split_suffix(name)[0] == name_of(alignment)
+             and files.split_suffix(name)[1] in files.STRUCTURE_SUFFIXES]
+    if len(there) != 1:
+        raise UserError(f"--structure {path}: it holds {', '.join(there) or 'no structure'} for "
+                        f"{called(alignment)}, where one of the same name is needed")
+    return os.path.join(path, there[0]), chain
 
 
 class Predictor:
@@ -176,7 +203,7 @@ class Predictor:
         """Predict for one protein and write its files; returns (the headline of its result, the path of the
         whole result). Raises UserError."""
         training, stem = self.settings.training, os.path.join(self.directory, protein.name)
-        given = training.structure and files.split_structure_argument(training.structure)[0]
+        given = training.structure and structure_of(training, path)[0]
         if self.mode == "fold" and given and os.path.realpath(given) == os.path.realpath(f"{stem}.pdb"):
             raise UserError(f"-o {self.directory}: the fold would take the place of {given}; name another")
         batch = model_input(protein, self.config, training.eval_seqs or ROWS, training.seed)

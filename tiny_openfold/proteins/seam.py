@@ -67,6 +67,8 @@ class EvoformerForLab(Model):
             self.fusion.attention_backend, ours, weight.is_cuda, dtype or weight.dtype,
             pair=(c.seq_len, c.pair_dim // c.pair_heads, True), rows=(c.seq_len, msa_width, True),
             columns=(c.num_seqs, msa_width, False))
+        if kernels.startswith("math on CPU"):
+            kernels += "; less memory: --attention-backend sdpa"
         if "triton" in kernels:
             kernels += kernel_switches.projections_by_library(MSA=(c.msa_dim, c.msa_heads),
                                                      pair=(c.pair_dim, c.pair_heads))

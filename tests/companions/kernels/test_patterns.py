@@ -9,8 +9,9 @@ from tests.kernels.rule import in_dtypes, violations
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 
-def linear(M, N, K):
-    return patterns.linear_gelu, plain.PATTERNS["gelu"].plain, [(M, K), (N, K), (N,)]
+def linear(M, N, K, activation):
+    return (lambda *t: patterns.linear(*t, activation), plain.PATTERNS[activation].plain,
+            [(M, K), (N, K), (N,)])
 
 
 def norm(rows, width, biased):
@@ -37,8 +38,13 @@ def scores(heads, L, D):
             lambda q, k: plain.plain_masked_softmax(q, k, mask), [(heads, L, D)] * 2)
 
 
+def causal(heads, L, D):
+    return patterns.masked_softmax, plain.plain_causal_softmax, [(heads, L, D)] * 2
+
+
 CASES = {
-    "linear": (linear, 70, 80, 40),
+    "linear": (linear, 70, 80, 40, "gelu"), "ReLU": (linear, 20, 70, 40, "relu"),
+    "SiLU": (linear, 20, 70, 40, "silu"), "causal": (causal, 2, 70, 16),
     "residual and LayerNorm": (norm, 5, 100, True), "residual and RMSNorm": (norm, 3, 64, False),
     "LayerNorm, a tile and a bit": (wide, 3, 1030), "LayerNorm, narrow": (wide, 20, 1),
     "softmax and top-k": (topk, 3, 1100, 5), "the only entry": (topk, 2, 1, 1),
