@@ -748,7 +748,6 @@ def train(program, settings, compare_with=None, min_speedup=None):
     from fusion_lab.measuring import analysis, probe, ranges, summary
     from fusion_lab.measuring.metrics import Metrics, of_resumed_run
     from fusion_lab.training import checkpoints, evaluations, models, reporting
-
     # Make everything that a run needs. Whatever can be refused is refused here, before the first step
     earlier = summary.read_summary(compare_with) if compare_with else None
     training, device = settings.training, machine.choose_device(settings.training.device)
@@ -767,7 +766,6 @@ def train(program, settings, compare_with=None, min_speedup=None):
         num_steps = training.num_steps - trainer.step_number
         with ranges.Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
             times = run_steps(trainer, source, profiling, findings, metrics, stop)
-
         # Write the summary before the last evaluation, which may fail, and again with it; say how it ended
         losses, times_alone = metrics.losses, profiling.undisturbed(times)
         result = summary.summarise(trainer, findings, losses, times_alone, stop.signal)
@@ -807,8 +805,9 @@ PROGRAM = Program(
 def run(argv=None, program=PROGRAM):
     """Do what the command line asks, of whichever program; returns the exit code. Raises UserError."""
     program, arguments, settings, mode = flags.asked(argv, program)
-    compared = dict(compare_with=arguments.compare_with_v1, min_speedup=arguments.min_speedup)
-    return (flags.verb(program, arguments, mode) or partial(train, **compared))(program, settings)
+    if verb := flags.verb(program, arguments, mode):
+        return verb(program, settings)
+    return train(program, settings, arguments.compare_with_v1, arguments.min_speedup)
 
 
 def main(argv=None, program=PROGRAM):

@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""One layer of Boltz-2 and of OpenFold as it is, and with our kernels by patch(): a training step of each.
-Boltz-2's also with cuEquivariance's kernels, which it calls itself, where they are installed.
+"""Blocks of Boltz-2, OpenFold3, Protenix and OpenFold as they are, and with our kernels by patch(), with and
+without CUDA graphs: a training step of each. Boltz-2's also with cuEquivariance's kernels, where installed.
 
-    python benchmarks/measure_patches.py --out OUT [--path DIR ...] [--sizes 128 256 384 512]
+    python benchmarks/measure_patches.py --out OUT [--path DIR ...] [--sizes 128 256 384 512] [--blocks 8]
 
-The layers are Boltz-2's pairformer layer (c_z 128) and OpenFold's Evoformer block (64 rows, c_m 256), from
-installed packages or from checkouts in --path. A step is forward and backward, called from Python, under
-autocast in bfloat16, without dropout, with and without activation checkpointing; steps alternate. Columns:
-the step's time, the GPU's share of it, peak memory. Errors are against the layer in float32: of outputs,
-gradients of inputs and gradients of parameters, each the largest |difference| / |exact| of a tensor. Writes
-OUT/patches.json after each size. Exit code 1 if an error of ours is above three times that of the layer as
-it is or our kernels did not run, 3 where neither project is there, 4 without a GPU (--quick tries the script
-on a CPU, where both ways run the layer's own code).
+The blocks are pair blocks (c_z 128) and OpenFold's Evoformer block (64 rows, c_m 256), from installed packages
+or from checkouts in --path, as many as --blocks behind each other. A step is forward and backward, called from
+Python, under autocast in bfloat16, without dropout, with and without activation checkpointing of each block;
+ways alternate. Columns: the step's time, the GPU's share of it (replayed graphs' kernels, too), peak memory.
+Errors are against the blocks in float32: of outputs, gradients of inputs and gradients of parameters, each
+the largest |difference| / |exact| of a tensor. --compiled adds the block by torch.compile, as it is and
+patched. Writes OUT/patches.json after each size. Exit code 1 if an error of ours is above three times that of
+the blocks as they are or our kernels did not run, 3 where no project is there, 4 without a GPU (--quick tries
+the script on a CPU, where all ways run the blocks' own code).
 """
+import copy
 import inspect
 import os
 import pathlib
@@ -42,9 +44,11 @@ from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
 
 ROWS = 64  # of OpenFold's alignment
-PLAIN, PEER, OURS = "as it is", "cuEquivariance", "patched"
+PLAIN, PEER, OURS, GRAPHS = "as it is", "cuEquivariance", "patched", "patched, graphs"
+COMPILED = {"compiled": PLAIN, "patched, compiled": OURS}  # and what is compiled
 WAYS = {f"{kind}{', checkpointed' * again}": (kind, again)
-        for again in (False, True) for kind in (PLAIN, PEER, OURS)}
+        for again in (False, True) for kind in (PLAIN, *COMPILED, PEER, OURS, GRAPHS)
+        if not (again and kind in COMPILED)}
 
 
 class Boltz(nn.Module):
@@ -95,26 +99,77 @@ class OpenFold(nn.Module):
         return self.layer(m, z, msa_mask=self.rows(present), pair_mask=pairs(present))
 
 
-MODELS = dict(boltz=Boltz, openfold=OpenFold)
+class OpenFold3(nn.Module):
+    """OpenFold3's pairformer block."""
+
+    def __init__(self, narrow):
+        super().__init__()
+        from openfold3.core.model.latent.pairformer import PairFormerBlock
+        self.single, self.pair = (16, 16) if narrow else (384, 128)
+        self.layer = PairFormerBlock(
+            c_s=self.single, c_z=self.pair, c_hidden_pair_bias=self.single // 16, no_heads_pair_bias=16,
+            c_hidden_mul=self.pair, c_hidden_pair_att=self.pair // 4, no_heads_pair=4, transition_n=4,
+            transition_type="swiglu", pair_dropout=0.0, fuse_projection_weights=False, inf=1e9)
+
+    inputs = Boltz.inputs
+
+    def forward(self, s, z, present):
+        return self.layer(s, z, single_mask=present[None], pair_mask=pairs(present))
+
+
+class Protenix(nn.Module):
+    """Protenix' pairformer block without the single representation, as in its templates and MSA."""
+
+    def __init__(self, narrow):
+        super().__init__()
+        from protenix.model.modules.pairformer import PairformerBlock
+        self.pair = 16 if narrow else 128
+        self.layer = PairformerBlock(c_s=0, c_z=self.pair, c_hidden_mul=self.pair, num_intermediate_factor=4,
+                                     c_hidden_pair_att=self.pair // 4, no_heads_pair=4, dropout=0.0)
+
+    def inputs(self, present):
+        """[(tensor's shape, its mask)]"""
+        S = len(present)
+        return [((S, S, self.pair), pairs(present)[0])]
+
+    def forward(self, z, present):
+        return self.layer(None, z, pair_mask=pairs(present)[0])[1:]
+
+
+MODELS = dict(boltz=Boltz, openfold3=OpenFold3, protenix=Protenix, openfold=OpenFold)
 
 
 def pairs(present):
     return (present[:, None] * present)[None]
 
 
+class Stack(nn.Module):
+    """So many blocks behind each other; again: each with activation checkpointing."""
+
+    def __init__(self, name, narrow, blocks):
+        super().__init__()
+        self.blocks, self.again = nn.ModuleList(MODELS[name](narrow) for _ in range(blocks)), False
+
+    def forward(self, *inputs):
+        *x, present = inputs
+        for block in self.blocks:
+            x = checkpoint(block, *x, present, use_reentrant=False) if self.again else block(*x, present)
+        return x
+
+
 class Problem:
     """A model with inputs, a mask, and gradients of its outputs that are 0 where outputs are undefined."""
 
-    def __init__(self, name, S, device, narrow):
+    def __init__(self, name, S, device, narrow, blocks):
         torch.manual_seed(1)
-        self.model, self.device = MODELS[name](narrow), device
+        self.model, self.device = Stack(name, narrow, blocks), device
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)  # many begin with zeros
         self.model.to(device).train()
         self.present = torch.ones(S, device=device)
         self.present[S - max(1, S // 9):] = 0
-        shapes = self.model.inputs(self.present)
+        shapes = self.model.blocks[0].inputs(self.present)
         self.inputs = [torch.randn(shape, device=device).requires_grad_() for shape, _ in shapes]
         self.keeps = [mask[..., None] for _, mask in shapes]
         self.weights = [torch.randn(shape, device=device) * mask[..., None] for shape, mask in shapes]
@@ -123,8 +178,8 @@ class Problem:
         for tensor in (*self.inputs, *self.model.parameters()):
             tensor.grad = None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
-            call = (lambda *x: checkpoint(self.model, *x, use_reentrant=False)) if again else self.model
-            outs = call(*self.inputs, self.present)
+            self.model.again = again
+            outs = self.model(*self.inputs, self.present)
         torch.autograd.backward(outs, [w.to(out.dtype) for w, out in zip(self.weights, outs, strict=True)])
         return outs
 
@@ -141,13 +196,31 @@ def errors(found, exact):
             for both in zip(found, exact, strict=True)]  # torch's max keeps NaN
 
 
+def plainly(way):
+    """The way of the blocks as they are beside this one."""
+    return PLAIN + ", checkpointed" * WAYS[way][1]
+
+
+def by(kind, model):
+    """A copy of the model that runs in this way."""
+    model = copy.deepcopy(model)
+    if COMPILED.get(kind, kind) in (OURS, GRAPHS):
+        patch(model, graphs=kind == GRAPHS)
+    for block in model.blocks:
+        if kind == PEER:
+            block.by_peer = True
+        if kind in COMPILED:
+            block.compile(dynamic=False)
+    return model
+
+
 def broken(rows):
     """Lines on our rows of a problem whose errors break the rule of three, or that failed."""
     said = []
     for name, row in rows.items():
         if name.startswith(PEER):
             continue
-        own = rows[name.replace(OURS, PLAIN)].get("errors")
+        own = rows[plainly(name)].get("errors")
         if "failed" in row:
             said.append(f"{name}: {row['failed']}")
         elif own and not all(error <= ERROR_FACTOR * limit + 2 * torch.finfo(torch.bfloat16).eps
@@ -177,16 +250,19 @@ def gpu_seconds(problem, again):
 
 def compare(name, S, device, arguments):
     """{way: row} of one model and size."""
-    problem, on_gpu = Problem(name, S, device, arguments.quick), device.type == "cuda"
-    peer = on_gpu and hasattr(problem.model, "by_peer") and find_spec("cuequivariance_torch")
-    ways = {way: how for way, how in WAYS.items() if peer or how[0] != PEER}
+    problem, on_gpu = Problem(name, S, device, arguments.quick, arguments.blocks), device.type == "cuda"
+    peer = on_gpu and hasattr(problem.model.blocks[0], "by_peer") and find_spec("cuequivariance_torch")
+    ways = {way: how for way, how in WAYS.items() if (peer or how[0] != PEER)
+            and (arguments.compiled or how[0] not in COMPILED)}
     exact, rows, times = problem.results(autocast=False), {way: {} for way in ways}, {way: [] for way in ways}
+    models = {way: by(kind, problem.model) for way, (kind, _) in ways.items()}
     for number in range(-1, arguments.steps):
-        for way, (kind, again) in ways.items():
-            handle = patch(problem.model) if kind == OURS else None
-            problem.model.by_peer = kind == PEER
+        for way, (_, again) in ways.items():
+            problem.model = models[way]
             try:
                 if number < 0:
+                    for _ in range(3):  # compiled, captured
+                        problem.step(again)
                     rows[way]["errors"] = errors(problem.results(again=again), exact)
                     if on_gpu:
                         rows[way]["gpu_ms"] = 1e3 * gpu_seconds(problem, again)
@@ -197,8 +273,6 @@ def compare(name, S, device, arguments):
                     times[way].append(1e3 * seconds(problem, again))
             except Exception as error:  # a way that fails is a row with its reason
                 rows[way] = dict(failed=" ".join(str(error).split())[:200] or type(error).__name__)
-            if handle:
-                handle.undo()
     for way, found in times.items():
         if found:
             rows[way] |= dict(median_ms=median(found), least_ms=min(found), most_ms=max(found))
@@ -207,7 +281,7 @@ def compare(name, S, device, arguments):
 
 def show(name, S, rows):
     for way, row in rows.items():
-        own = rows[way.replace(OURS, PLAIN).replace(PEER, PLAIN)]
+        own = rows[plainly(way)]
         label = f"{name:9s} S{S:4d} {way:28s}"
         if "failed" in row:
             print(f"{label} failed: {row['failed']}", flush=True)
@@ -233,6 +307,9 @@ def main(argv=None):
     parser.add_argument("--path", nargs="+", default=[], help="directories in which the projects lie")
     parser.add_argument("--sizes", nargs="+", type=whole_number(), default=[128, 256, 384, 512],
                         help="residues (default: %(default)s)")
+    parser.add_argument("--blocks", type=whole_number(), default=1,
+                        help="behind each other (default: %(default)s)")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile, too, which takes minutes")
     parser.add_argument("--steps", type=whole_number(), default=10, help="timed (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="narrow, on a CPU: to try the script")
     arguments = parser.parse_args(argv)

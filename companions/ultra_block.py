@@ -14,10 +14,11 @@ import torch
 
 from evoformer_kernels.limits import HAS_TRITON
 from evoformer_kernels.precision import product_dtype
-from fusion_lab.measuring.bench import contest, contest_table, failed, only_a_graph
+from fusion_lab.measuring.bench import contest, contest_table, failed
 from fusion_lab.measuring.counters import OpCounter, gpu_kernels
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.directory import RunDirectory
+from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
@@ -104,11 +105,14 @@ class Forward:
 
 
 def rows_of(make, program, settings, device):
-    """Rows of make(program, settings, device) under the switches of each way, with tokens/s."""
-    made = {name: partial(make, program, settings.having(**switches), device)
-            for name, switches in WAYS.items()}
-    batch = program.data(settings).check_batch()
-    rows = contest(made, "", batch, device, ROUNDS, launches)
+    """Rows of make(program, settings, device) under the switches of each way, with tokens/s and launches."""
+    trainers, batch = {}, program.data(settings).check_batch()
+
+    def keep(name, switches):
+        trainers[name] = make(program, settings.having(**switches), device)
+        return trainers[name]
+    made = {name: partial(keep, name, switches) for name, switches in WAYS.items()}
+    rows = contest(made, "", batch, device, ROUNDS)
     for row in (row for row in rows if "median" in row):
         row["tokens_per_second"] = batch["ids"].numel() / row["median"]
     return rows

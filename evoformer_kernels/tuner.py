@@ -25,6 +25,7 @@ from evoformer_kernels.precision import architecture
 
 SHIPPED = pathlib.Path(__file__).with_name("tiles.json")
 EXTENTS = "PSLR"  # counts in a class: P positions, S residues, L keys or numbers of a sum, R rows
+FINER = re.compile(r"bias|gate|R\d+")  # words that a table may lack: what it says holds with and without
 EXTENT = re.compile(rf"([{EXTENTS}])(\d+)")
 LARGEST = 128  # no tile is longer, so larger counts may differ
 ROUNDS, REPEATS = 9, 5  # rounds of every candidate; launches in each
@@ -124,11 +125,13 @@ def nearest_first(key, known):
     key first, then the others by distance, in powers of two and summed over the extents. Ties: the larger
     class, then key's own dtype, then the earlier table."""
     (widths, extents), alike = parts(key), []
+    needed = {word for word in widths if not FINER.fullmatch(word)}
     for table in known:
         for name, configuration in table.items():
             theirs = parts(name)
-            if theirs[0] == widths and theirs[1].keys() == extents.keys():
-                beyond = [theirs[1][letter] - extent for letter, extent in extents.items()]
+            of_extents = theirs[1].keys() <= extents.keys() <= theirs[1].keys() | {"R"}
+            if needed <= set(theirs[0]) <= set(widths) and of_extents:
+                beyond = [theirs[1].get(letter, extent) - extent for letter, extent in extents.items()]
                 other_dtype = ("bfloat16" in name) != ("bfloat16" in key)
                 order = name != key, sum(map(abs, beyond)), -sum(beyond), other_dtype
                 alike.append((order, configuration))

@@ -41,7 +41,9 @@ from evoformer_kernels.common import bind, cdiv, operation, padded_width, produc
 from evoformer_kernels.family import Plan
 from evoformer_kernels.reductions import sums
 
-TUNED_BY_ROWS = ("attention_backward_bias_kernel", "attention_backward")  # their programs pass over rows
+BLIND = ("attention_gate_backward_kernel", "attention_backward_bias_kernel", "attention_backward",
+         "attention_backward_scores_kernel")  # all the same to them whether there is a bias, or it always is
+GATING = "attention_forward_kernel"  # with the gate in it
 AND_STORES = " stored"  # kind of the kernel for dk and dv that stores ds
 TALLEST = 128  # positions of a tile, at most; within one, offsets have 32 bits
 SHORT = 64  # keys that one tile holds, at most; half as many where registers hold operands of products
@@ -64,6 +66,8 @@ def longest_short():
 
 class Sizes:
     """What follows from sizes alone: of q, (B, R, H, L, D), and its dtype."""
+
+    biased = gated = False  # whether there is a bias and a gate
 
     def __init__(self, size, dtype):
         self.B, self.R, self.H, self.L, self.D = size
@@ -127,8 +131,9 @@ class Sizes:
             tiles = CANDIDATES[name.removesuffix(AND_STORES)]
             if self.BD > (32 if self.short else 64):  # whose tiles, loaded ahead, are more than 64 KB
                 tiles = [dict(tiles[0], num_stages=1), *tiles]
-        rows = f" R{triton.next_power_of_2(self.R)}" if name in TUNED_BY_ROWS else ""
-        return name, self.shape + rows, tiles
+        words = [self.shape, f"R{triton.next_power_of_2(self.R)}"]
+        words += ["bias"] * (self.biased and name not in BLIND) + ["gate"] * (self.gated and name == GATING)
+        return name, " ".join(words), tiles
 
 
 @sums.constant
@@ -240,8 +245,8 @@ class AttentionPlan(Sizes, Plan):
         self.own_masks = mask is not None and rows == self.R  # whether rows have masks of their own
         self.strides = dict(key_bias_strides=apart, q_strides=strides(q))
         self.flags, self.bias_flag = dict(KEY_BIAS=self.for_keys), dict(BIAS=inputs.bias is not None)
-        gated = settings.axis > 0
-        self.gate_flags = dict(GATE=gated, GATE_BIAS=gated and inputs.gate_bias is not None)
+        self.biased, self.gated = inputs.bias is not None, settings.axis > 0
+        self.gate_flags = dict(GATE=self.gated, GATE_BIAS=self.gated and inputs.gate_bias is not None)
 
     def added(self, inputs):
         """What is added to scores, as kernels read it: the bias, its transpose and key_bias, or None."""

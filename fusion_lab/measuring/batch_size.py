@@ -6,7 +6,8 @@ memory grows along a straight line. The largest that fits by this line is measur
 import sys
 import time
 
-from fusion_lab.measuring import bench, compare
+from fusion_lab.measuring import compare
+from fusion_lab.measuring.bench import alternate, release, warm_up
 from fusion_lab.measuring.tables import cell
 from fusion_lab.measuring.variants import GIVEN, Variant
 from fusion_lab.training import flags
@@ -33,8 +34,8 @@ def row_of(program, settings, device, batch_size, stop):
     chosen = settings.having(batch_size=batch_size)
     variant, batch = Variant(GIVEN, chosen), to_device(program.data(chosen).batch(0), device)
     candidate = compare.candidate_of(program, variant, device)
-    bench.warm_up([candidate], batch, device)
-    bench.alternate([candidate], [batch], ROUNDS, stop)
+    warm_up([candidate], batch, device)
+    alternate([candidate], [batch], ROUNDS, stop)
     row = compare.row_of(variant, candidate, candidate)
     candidate.trainer = None
     bench.release()

@@ -96,9 +96,8 @@ def roofline_table(program, settings, on_gpu, ceilings, seconds):
     with torch.device("meta"):
         costs = program.model(settings.model, settings.fusion).costs(settings.training)
     batch, rows = program.data(settings).batch(0), []
-    flops = flops_by_sublayer(program, settings, on_gpu, batch)
-    baseline = with_fusion(settings, settings.fusion.preset(False))
-    unfused = flops_by_sublayer(program, baseline, on_gpu, batch, Traffic)
+    flops, baseline = flops_by_sublayer(program, settings, on_gpu, batch), settings.fusion.preset(False)
+    unfused = flops_by_sublayer(program, with_fusion(settings, baseline), on_gpu, batch, Traffic)
     scale = 0.5 if settings.training.use_amp else 1  # it was counted in float32
     for name in program.model.SUBLAYERS:
         moved, measured = total_bytes(costs.get(name)), seconds.get(name)

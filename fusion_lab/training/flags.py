@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from functools import partial
 
 from fusion_lab import __version__
-from fusion_lab.training import files, torchrun
+from fusion_lab.training import files, hints, torchrun
 from fusion_lab.training.files import EXIT_CODES
 from fusion_lab.training.options import ProfilerConfig, as_flag, flag
 from fusion_lab.training.program import Program, Settings, load_program
@@ -191,18 +191,21 @@ VERBS = {  # of every program, instead of training: (what --help says, module:fu
 QUESTION = "--check-flags"
 
 
+def imported(place):
+    """What stands at "module:function", where it is used."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def verb(program, arguments, mode):
     """verb(program, settings) -> exit code, of what parsed arguments ask for; None: training."""
     if arguments.check_flags:
-        from fusion_lab.training.reporting import print_settings
-        return partial(print_settings, asked=mode)
+        return partial(imported("fusion_lab.training.reporting:print_settings"), asked=mode)
     if mode is None:
         return None
     torchrun.require_alone(mode)
     place = VERBS[mode][1] if mode in VERBS else program.modes[mode]
-    if isinstance(place, str):  # imported where it is used
-        module, _, name = place.partition(":")
-        place = getattr(importlib.import_module(module), name)
+    place = imported(place) if isinstance(place, str) else place
     given = dict(names=arguments.variants, rounds=getattr(arguments, "num_steps", None))
     return partial(place, **given) if mode == "--compare-fusion" else place
 

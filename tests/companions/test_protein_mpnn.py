@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import tiny_openfold_v2
 from companions import backbones
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import saved_activations
 from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.roofline import total_bytes
+from fusion_lab.training import cuda_graphs
 from fusion_lab.training.files import UserError
 from fusion_lab.training.program import load_program
 from tests.support import GOING_ON, ROOT, require_shared
@@ -204,7 +204,7 @@ def test_a_step_of_each_length_is_captured_once_and_trains_one_model(monkeypatch
         def __call__(self, batch):
             assert batch["S"].shape == self.shape
             return self.run(batch)
-    monkeypatch.setattr(tiny_openfold_v2, "GraphedStep", Captured)
+    monkeypatch.setattr(cuda_graphs, "GraphedStep", Captured)
     settings = PROGRAM.settings(**dict(SMALL, seq_len=64, shortest=20), enable_bucketing=True)
     source, losses = PROGRAM.data(settings), []
     for graphed in (False, True):

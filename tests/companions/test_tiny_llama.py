@@ -209,8 +209,8 @@ def test_a_contest_counts_launches_and_tokens_and_sums_up_over_shapes(monkeypatc
     monkeypatch.setattr(ultra_block, "WAYS", {ultra_block.ULTRA: {}, ultra_block.EAGER: {}})
     monkeypatch.setattr(ultra_block, "ROUNDS", 2)
     settings = PROGRAM.settings(**SIZES, seq_len=16, batch_size=2, data=str(ROOT / "README.md"))
-    forward = ultra_block.contest(ultra_block.Forward, PROGRAM, settings, CPU)
-    step = ultra_block.contest(PROGRAM.trainer, PROGRAM, settings, CPU)
+    forward = ultra_block.rows_of(ultra_block.Forward, PROGRAM, settings, CPU)
+    step = ultra_block.rows_of(PROGRAM.trainer, PROGRAM, settings, CPU)
     assert forward[0]["launches"] == forward[1]["launches"] < step[0]["launches"]
     assert forward[0]["tokens_per_second"] == pytest.approx(32 / forward[0]["median"])
     assert "launches" in ultra_block.beside(step)[1] and len(ultra_block.beside(step)) == 2

@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 import tiny_openfold_v2 as tof
 from evoformer_kernels import tuner
+from evoformer_kernels.attention.plan import AttentionPlan, Inputs
 from evoformer_kernels.family import Plan
 from fusion_lab.measuring import retune
 from fusion_lab.training.files import UserError
@@ -55,6 +56,10 @@ def test_a_candidate_wins_only_beyond_the_spread_of_both():
     ([{"k bfloat16 L256": FIRST, "k bfloat16 L1024": SECOND}], "bfloat16 L512", SECOND),  # the larger
     ([{"k bfloat16 P1024 R1024": SECOND, "k bfloat16 P256 R8192": FIRST}], "bfloat16 P256 R1024", SECOND),
     ([{"k bfloat16 L512": FIRST}, {"k bfloat16 L256": SECOND}], "bfloat16 L256", SECOND),  # exact
+    ([{"k bfloat16 L256": SECOND}], "bfloat16 L256 R64 bias gate", SECOND),  # without a look at these
+    ([{"k bfloat16 L256": SECOND}], "bfloat16 L256 R512", SECOND),
+    ([{"k bfloat16 L256": SECOND, "k bfloat16 L256 R64 bias": FIRST}], "bfloat16 L256 R64 bias", FIRST),
+    ([{"k bfloat16 L256 R64 bias": SECOND}], "bfloat16 L256 R64", FIRST),
     ([{"k float16 L256": FIRST}, {"k bfloat16 L256": SECOND}], "bfloat16 L512", SECOND),  # its dtype
     ([{"k bfloat16 L256": SECOND}, {"k bfloat16 L256": FIRST}], "bfloat16 L512", SECOND)])
 def test_a_class_takes_what_was_measured_of_it_or_of_the_nearest_of_its_widths(tables, shape, expected,
@@ -96,6 +101,18 @@ def test_calls_that_are_kept_measure_tiles_too_and_are_made_anew_for_the_winners
     with tuner.retuning():
         assert Made.of([x]) is not kept
     assert Made.of([x]) is not kept
+
+
+def test_attention_is_tuned_apart_by_rows_bias_and_gate():
+    """Rows of an MSA choose no tiles for triangles, nor attention without a bias for one that has it."""
+    def key(rows, biased, axis):
+        with torch.device("meta"):
+            q = torch.empty((1, rows, 64, 32) if axis else (1, rows, 2, 64, 16)).bfloat16()
+            bias = torch.empty(1, 2, 64, 64) if biased else None
+        made = AttentionPlan(Inputs(q, q, q, q if axis else None, bias=bias), 2, axis, 1.0)
+        return made.looked_up("attention_forward_kernel")[:2]
+    keys = [key(*each) for each in ((16, True, 0), (32, True, 0), (16, False, 0), (16, True, 2))]
+    assert len(set(keys)) == 4
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])

@@ -98,6 +98,17 @@ def measured(program, variants, broken=None):
             for variant, candidate in zip(variants, candidates, strict=True)], candidates
 
 
+def test_a_peak_is_without_what_others_hold_and_with_what_a_run_alone_would():
+    """On a GPU: of 150 MB others hold 100, but for this batch (1) and a library's workspace (8)."""
+    allocator = dict(memory_allocated=100, max_memory_allocated=150, synchronize=0, reset_peak_memory_stats=0)
+    one = bench.Candidate("x", lambda: SimpleNamespace(step=lambda batch: torch.tensor(1.0)))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in allocator.items():
+            patch.setattr(torch.cuda, name, lambda device, size=size: size * 2 ** 20)
+        one.warm_up(dict(x=torch.zeros(2 ** 18)), torch.device("cuda"), 8 * 2 ** 20)
+    assert one.peak == 150 - (100 - 1 - 8) and one.first_loss == 1.0
+
+
 def baseline_settings():
     return make_variants(SETTINGS, "baseline", False)[0].settings
 

@@ -52,8 +52,7 @@ def test_whoever_imports_a_model_loads_a_model(name):
     loaded.pop("tests", None)
     assert len(loaded) <= 30 and not [module for module in loaded if "measuring" in module], sorted(loaded)
     of_proteins = {module.rpartition(".")[2] for module in loaded if "proteins." in module}
-    assert of_proteins <= {"options", "seam", "costs", "fast_evoformer", "coevolution", "orientations",
-                           "geometry"}
+    assert of_proteins <= {"options", "seam", "costs", "fast_evoformer", "coevolution", "orientations"}
     assert sum(len(open(file, encoding="utf-8").readlines()) for file in loaded.values()) <= 4000
 
 

@@ -1,0 +1,186 @@
+"""patch(model, graphs=True): real blocks in CUDA graphs give what they give without, on a GPU; on a CPU they
+run as they were."""
+import copy
+import warnings
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton")
+
+from evoformer_kernels import patch
+from evoformer_kernels.patches import triangle
+from tests.kernels.clients.blocks import Problem, errors
+from tests.kernels.rule import equal
+
+BLOCKS = [("boltz-2.2.1", "pair"), ("openfold3-0.5.0", "pair"), ("protenix-2.0.0", "MSA")]
+MODES = {"kept": lambda call, *x: call(*x),
+         "recomputed": lambda call, *x: checkpoint(call, *x, use_reentrant=False),
+         "recomputed, reentrant": lambda call, *x: checkpoint(call, *x, use_reentrant=True)}
+
+
+class Called:
+    """A block of a project with its inputs, called again and again, as a step of training."""
+
+    def __init__(self, where, kind, dropout=0.0, S=64, device="cuda"):
+        self.problem = Problem(where, kind, S, True, device)
+        self.model = self.problem.model
+        for module in self.model.modules():
+            for name in ("dropout", "p", "p_drop"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, dropout)
+        self.names = [name for name, key in self.problem.block.tensors.items() if key]
+        self.tensors = [self.problem.tensors[self.problem.block.tensors[name]].clone().requires_grad_()
+                        for name in self.names]
+        self.masks = self.problem.masks(torch.float32)
+
+    def outputs(self, model, mode="kept"):
+        given = {name: None for name in self.problem.block.tensors}
+
+        def call(*tensors):
+            out = model(**given | dict(zip(self.names, tensors, strict=True)), **self.masks)
+            return tuple(x for x in (out if isinstance(out, tuple) else (out,)) if x is not None)
+        on_gpu = self.tensors[0].is_cuda
+        with self.problem.project.loaded(), torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+            return MODES[mode](call, *self.tensors)
+
+    def step(self, model, mode="kept", scale=1.0):
+        """{name: outputs, gradients}; those of parameters are added up in the model."""
+        outs = self.outputs(model, mode)
+        loss = sum((scale * x.float() * self.there(x)).square().sum() for x in outs)
+        grads = torch.autograd.grad(loss, [*self.tensors, *model.parameters()], allow_unused=True)
+        for parameter, gradient in zip(model.parameters(), grads[len(self.tensors):], strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        names = [f"output {n}" for n in range(len(outs))]
+        names += self.names + [name for name, _ in model.named_parameters()]
+        return dict(zip(names, (*(x.detach() for x in outs), *grads), strict=True))
+
+    def there(self, x):
+        key = next(k for k in "zsm" if self.problem.there[k].shape == x.shape[:-1])
+        return self.problem.there[key][..., None]
+
+
+@pytest.fixture
+def as_in_graphs(monkeypatch):
+    """Layers without a graph run the kernels that they run within one."""
+    monkeypatch.setattr(triangle, "in_graph", True)
+
+
+def far(found, truth, allowed):
+    return {name: error for name, error in errors(found, truth).items() if not error <= allowed}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("where, kind", BLOCKS)
+def test_steps_as_without_graphs(where, kind, dropout, mode, as_in_graphs):
+    """The same random numbers, too; weights that an optimizer changes in place; gradients that add up."""
+    called = Called(where, kind, dropout)
+    models = [copy.deepcopy(called.model) for _ in range(2)]
+    patches = [patch(model, graphs=graphs) for model, graphs in zip(models, (False, True), strict=True)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
+    for number in range(4):
+        found = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            torch.manual_seed(number)
+            found.append(called.step(model, mode, scale=1.0 + number))
+            if number == 2:
+                optimizer.step()
+            if number >= 2:
+                optimizer.zero_grad()
+        assert not far(found[1], found[0], 2e-2), number
+        sums = [{n: p.grad for n, p in model.named_parameters() if p.grad is not None} for model in models]
+        assert not far(sums[1], sums[0], 2e-2), number
+    assert patches[1].report()["model"] == f"graph, {mode.partition(',')[0]}"
+
+
+@pytest.mark.gpu
+def test_two_calls_before_their_backward_keep_apart(as_in_graphs):
+    """As weights that are shared, or recycling with gradients."""
+    called = Called(*BLOCKS[0])
+    patched = patch(called.model, graphs=True)
+    for _ in range(3):
+        expected = called.step(called.model)
+    first, second = called.outputs(called.model), called.outputs(called.model)
+    losses = [sum((x.float() * called.there(x)).square().sum() for x in outs) for outs in (first, second)]
+    grads = torch.autograd.grad(losses[0] + losses[1], called.tensors)
+    for name, gradient in zip(called.names, grads, strict=True):
+        assert errors({name: gradient / 2}, {name: expected[name]})[name] < 2e-2
+    patched.undo()
+    assert "forward" not in vars(called.model)
+
+
+@pytest.mark.gpu
+def test_inference_is_a_graph_of_its_own(as_in_graphs):
+    called = Called(*BLOCKS[1])
+    called.model.eval()
+    with torch.no_grad():
+        own = called.outputs(called.model)
+        patched = patch(called.model, graphs=True)
+        for _ in range(3):
+            found = called.outputs(called.model)
+    assert patched.report()["model"] == "graph, forward only"
+    assert all(errors({"x": f * called.there(f)}, {"x": o * called.there(o)})["x"] < 2e-2
+               for f, o in zip(found, own, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spoiled, why", [
+    (lambda model: model.register_forward_hook(lambda *_: None), "a hook"),
+    (lambda model: setattr(model.tri_mul_in, "forward", Asking(model.tri_mul_in)), "cannot be captured")])
+def test_what_cannot_be_captured_runs_as_before_and_is_said_once(spoiled, why):
+    called = Called(*BLOCKS[0], dropout=0.25)
+    patched = patch(called.model, graphs=True)
+    spoiled(called.model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            called.step(called.model)  # random numbers go on, too
+    assert sum(why in str(each.message) for each in said) == 1 and why in patched.report()["model"]
+    other = Called(*BLOCKS[2])
+    patched = patch(other.model, graphs=True)
+    for _ in range(3):
+        other.step(other.model)
+    assert patched.report()["model"] == "graph, kept"
+
+
+class Asking:
+    """A layer that asks the GPU for a number."""
+
+    def __init__(self, layer):
+        self.own = layer.forward
+
+    def __call__(self, x, *rest, **named):
+        return self.own(x, *rest, **named) if x.sum().item() < 1e30 else x
+
+
+@pytest.mark.gpu
+def test_weights_that_move_are_captured_anew_and_no_more_than_thrice():
+    called = Called(*BLOCKS[0])
+    patched = patch(called.model, graphs=True)
+    for moves in range(6):
+        for parameter in called.model.parameters():
+            parameter.data = parameter.data.clone() * 1.01
+        for _ in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = called.step(called.model)
+        assert patched.report()["model"] == ("graph, kept" if moves < 4 else "own code: its weights move, as "
+                                             "sharded ones do")
+    assert all(x is None or x.isfinite().all() for x in found.values())
+
+
+def test_on_a_cpu_blocks_run_as_they_were():
+    called = Called("boltz-2.2.1", "pair", S=5, device="cpu")
+    expected = called.step(called.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with patch(called.model, graphs=True) as patched:
+            for _ in range(3):
+                found = called.step(called.model)
+            assert patched.blocks == [called.model] and "own code" in patched.report()["model"]
+    assert equal(found.values(), expected.values())
+    assert "forward" not in vars(called.model)
