@@ -142,8 +142,9 @@ class FusionConfig(Switches):
 KNOWN = dict(
     file=__file__, about=__doc__, suffix="v2", version="v2_fused", model_config=TinyOpenFoldConfig,
     training_config=TrainingConfig, fusion_config=FusionConfig,
-    axes=dict(batch_size="B", seq_len="S", num_seqs="N"), demo=dict(num_blocks=1,
-        seq_len=32, batch_size=8, learning_rate=2e-3, num_steps=120, log_every=10, eval_every=30))
+    axes=dict(batch_size="B", seq_len="S", num_seqs="N"),
+    demo=dict(num_blocks=1, seq_len=32, batch_size=8, learning_rate=2e-3, num_steps=120, log_every=10,
+              eval_every=30))
 
 flags.judge(__name__, **KNOWN)  # before torch is imported, which takes seconds; see PROGRAM for the rest
 

@@ -115,19 +115,17 @@ def rows_of(make, program, settings, device):
     rows = contest(made, "", batch, device, ROUNDS)
     for row in (row for row in rows if "median" in row):
         row["tokens_per_second"] = batch["ids"].numel() / row["median"]
+        row["launches"] = launches(partial(trainers[row["name"]].step, to_device(batch, device)), device)
     return rows
 
 
-def launches(trainer, batch):
-    """Findings with the kernels of a step on a GPU, replayed graphs' among them; operations on a CPU."""
-    found = only_a_graph(trainer, batch)
-    if batch["ids"].is_cuda:
-        found.launches = len(gpu_kernels(partial(trainer.step, batch)))
-    else:
-        with OpCounter() as counter:
-            trainer.step(batch)
-        found.launches = counter.launches
-    return found
+def launches(step, device):
+    """Kernels of a step on a GPU, replayed graphs' among them; operations on a CPU."""
+    if device.type == "cuda":
+        return len(gpu_kernels(step))
+    with OpCounter() as counter:
+        step()
+    return counter.launches
 
 
 def beside(rows):

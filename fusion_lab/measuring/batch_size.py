@@ -16,7 +16,7 @@ from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import FAILED, StopRequest, UserError, exit_code
 from fusion_lab.training.machine import GIGABYTE, MEGABYTE, choose_device, free_memory, process_settings
 from fusion_lab.training.program import load_program
-from fusion_lab.training.reporting import print_result
+from fusion_lab.training.reporting import command_of, print_result
 
 SCRIPT = "optimize_batch_size.py"
 ABOUT = """The largest and the fastest batch size within a share of the free memory.
@@ -38,7 +38,7 @@ def row_of(program, settings, device, batch_size, stop):
     alternate([candidate], [batch], ROUNDS, stop)
     row = compare.row_of(variant, candidate, candidate)
     candidate.trainer = None
-    bench.release()
+    release()
     return row
 
 
@@ -117,7 +117,7 @@ def conclude(program, settings, rows, forecast, limit):
         print(f"Largest: {largest}, {fitting[largest].peak_memory_mb:.0f} of {limit:.0f} MB"
               + (f"; about {forecast} by a straight line, which took too long to measure" * bool(forecast)))
         print(f"Fastest: {fastest}, {fitting[fastest].samples_per_second:.1f} samples/s")
-        print(f"To copy: {flags.command_of(program, settings.having(batch_size=fastest))}")
+        print(f"To copy: {command_of(program, settings.having(batch_size=fastest))}")
     headline = dict(mode="optimize_batch_size", largest=largest, fastest=fastest)
     path = RunDirectory(program, settings).write("batch_size", dict(
         headline, limit_mb=limit, forecast=forecast,

@@ -144,11 +144,11 @@ def alternate(candidates, supply, rounds, request, note=lambda text: None):
 # --- Contests of what is no variant -------------------------------------------------------------------------
 
 
-def contest(made, only, batch, device, rounds, count=only_a_graph):
-    """Rows {name, loss (of the first step), peak_mb, launches (None where count() finds none), p20, median,
-    p80 (s)} of those of made, {name: what makes a trainer}, whose names the regular expression finds; of one
-    that cannot run {name, reason}. UserError if it finds none."""
-    entered = [Candidate(name, make, None, count) for name, make in made.items() if re.search(only, name)]
+def contest(made, only, batch, device, rounds):
+    """Rows {name, loss (of the first step), peak_mb, p20, median, p80 (s)} of those of made, {name: what
+    makes a trainer}, whose names the regular expression finds; of one that cannot run {name, reason}.
+    UserError if it finds none."""
+    entered = [Candidate(name, make) for name, make in made.items() if re.search(only, name)]
     if not entered:
         raise UserError(f"--only {only}: no contender has such a name")
     batch = to_device(batch, device)
@@ -159,8 +159,8 @@ def contest(made, only, batch, device, rounds, count=only_a_graph):
         rows.append(dict(name=one.name, reason=one.reason))
         if not one.reason:
             p20, median, p80 = quantiles(one.timer.seconds().sum(axis=1))
-            rows[-1] = dict(name=one.name, loss=one.first_loss, peak_mb=one.peak,
-                            launches=one.counts.launches, p20=p20, median=median, p80=p80)
+            rows[-1] = dict(name=one.name, loss=one.first_loss, peak_mb=one.peak, p20=p20, median=median,
+                            p80=p80)
     return rows
 
 

@@ -31,8 +31,8 @@ from fusion_lab.profiler.report import (
     write_lines,
 )
 from fusion_lab.training.files import FAILED, StopRequest, UserError, finite, read_json, write_json
-from fusion_lab.training.flags import command_of
 from fusion_lab.training.machine import choose_device
+from fusion_lab.training.reporting import command_of
 
 SUMMARY = "ablation_summary"
 

@@ -93,7 +93,6 @@ class Parser(argparse.ArgumentParser):
 
     def refuse_unknown(self, words, hint=""):
         """End the program, with the flags that were meant, by their spelling."""
-        from fusion_lab.training import hints
         known, near = [name for name in self._option_string_actions if name.startswith("--")], []
         for word in words:
             if word.startswith("-"):
@@ -314,14 +313,6 @@ def command_line(program, settings):
                 continue
             words.append(as_flag(f.name, value))
     return words
-
-
-def command_of(program, settings):
-    """The command line that trains in these settings, to be copied into a shell."""
-    start = f"python {shlex.quote(os.path.relpath(program.file))}" if program.name.endswith(".py") else (
-        program.name)
-    words = [*command_line(program, settings), f"--num-steps={settings.training.num_steps}"]
-    return " ".join([start, *map(shlex.quote, words)])
 
 
 def refuse(parser, arguments, names, why):

@@ -10,6 +10,7 @@ import torch
 
 from fusion_lab.measuring.variants import name_of
 from fusion_lab.training.files import FAILED, UserError
+from fusion_lab.training.flags import command_line
 from fusion_lab.training.machine import MEGABYTE, cpu_name, runs_in_tf32
 from fusion_lab.training.options import GRAPHED
 
@@ -102,6 +103,14 @@ def print_ending(trainer, paths, stopped):
     elif saved:
         steps = planned if done < planned else 2 * planned
         print(f"Continue: the same flags and --resume {shlex.quote(saved)} --num-steps {steps}")
+
+
+def command_of(program, settings):
+    """The command line that trains in these settings, to be copied into a shell."""
+    start = f"python {shlex.quote(os.path.relpath(program.file))}" if program.name.endswith(".py") else (
+        program.name)
+    words = [*command_line(program, settings), f"--num-steps={settings.training.num_steps}"]
+    return " ".join([start, *map(shlex.quote, words)])
 
 
 MOST_BYTES = 1024  # of the line of JSON that ends the output

@@ -27,17 +27,10 @@ from tiny_openfold.proteins import (  # noqa: F401  for those who read files
     UNKNOWN,
     containers,
 )
-from tiny_openfold.proteins.alignments import (
-    FORMATS,
-    SYMBOLS,
-    first_word,
-    parse_alignment,
-    split_suffix,
-)
+from tiny_openfold.proteins.alignments import FORMATS, SYMBOLS, first_word, parse_alignment, split_suffix
 from tiny_openfold.proteins.matching import align
 
 # --- Tokens ---------------------------------------------------------------------------------------------
-
 
 TOKEN_OF = np.full(256, 255, np.uint8)  # byte of an alignment -> token
 TOKEN_OF[[*SYMBOLS.lower().encode()]] = TOKEN_OF[[*SYMBOLS.encode()]] = (
