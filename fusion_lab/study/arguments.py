@@ -92,6 +92,8 @@ def make_parser(program):
         help='see below; the baseline is always among them (default: "%(default)s")')
     add("--ablation", action="store_true",
         help="add each default fusion alone and each left out (default: off)")
+    add("--all-combinations", action="store_true",
+        help="add every combination of default fusions, too (default: off)")
     add("--num-runs", type=whole_number(), default=3, metavar="N",
         help="processes per shape; intervals need two, more make them narrower; may grow when a study is "
              "continued (default: %(default)s)")
@@ -120,9 +122,12 @@ def parse(argv, program):
     if unknown:
         parser.refuse_unknown(unknown, f"; flags of {program.name} go behind --")
     names, usual = [BASELINE, *options.variants.replace(",", " ").split()], program.fusion_config()
-    if options.ablation:
-        names += [FUSED, *(f"{kind}{spelled(name)}" for kind in (ONLY, WITHOUT) for name in usual.names()
-                           if getattr(usual, name))]
+    switches = [spelled(name) for name in usual.names() if getattr(usual, name)]
+    if options.ablation or options.all_combinations:
+        names += [FUSED, *(f"{kind}{switch}" for kind in (ONLY, WITHOUT) for switch in switches)]
+    if options.all_combinations:  # those of one, of all and of all but one are there
+        names += ["+".join(some) for size in range(2, len(switches) - 1)
+                  for some in itertools.combinations(switches, size)]
     study = Study(
         program=program.stem, axes=program.axes,
         sizes={axis: sorted({*getattr(options, plural(axis))}) for axis in program.axes},

@@ -83,7 +83,9 @@ def test_every_shape_runs_once_in_random_order_before_any_runs_again(fake):
     assert runs[0] != runs[1] and runs[0] != sorted(runs[0])
 
 
-def test_an_ablation_has_each_switch_alone_and_left_out(fake):
+def test_an_ablation_has_each_switch_alone_and_left_out_and_combinations_are_all(fake):
+    assert fake("--all-combinations", "--widths", 32, "--num-runs", 1, name="all") == 0
+    assert len(points_of("all")) == 8
     assert fake("--ablation", "--widths", 32) == 0
     gains = {name: point["speedup"] for (_, name), point in points_of().items()}
     assert gains == pytest.approx({"baseline": 1, "fused": 2.2, "only-first": 2, "only-second": 1.1,
