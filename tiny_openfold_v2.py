@@ -22,13 +22,16 @@ sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `python -I`
 from fusion_lab.training import files
 
 files.quiet(__name__)  # Ctrl-C is one line, during the imports, too
+if __name__ == "__main__":  # whoever imports this file gets what runs, and so one set of classes
+    sys.modules["tiny_openfold_v2"] = sys.modules["__main__"]
 
 from dataclasses import dataclass
 
 from fusion_lab.training import flags
-from fusion_lab.training.options import Checked, ProfilerConfig, option  # noqa: F401  for importers
+from fusion_lab.training.options import Checked, ProfilerConfig, Switches, option, shared
 from fusion_lab.training.program import Program
-from tiny_openfold.proteins.options import TrainingConfig, TritonSwitches
+from tiny_openfold.layers import kernel_switches
+from tiny_openfold.proteins.options import TrainingConfig, products_of
 
 # --------------------------------------------------------------------------------------------------------
 # Configs of model and fusion; each field is a command-line flag
@@ -61,9 +64,9 @@ class TinyOpenFoldConfig(Checked):
 
 
 @dataclass(frozen=True)
-class FusionConfig(TritonSwitches):
+class FusionConfig(Switches):
     """Which operations run fused. Every bool becomes an --enable-X/--disable-X pair. preset: part of
-    --enable-all-fusion."""
+    --enable-all-fusion. ultra: our Triton kernels, for a GPU, which only --enable-ultra adds."""
     enable_qkv_fusion_msa: bool = option(True, "Q, K, V of MSA attention in one GEMM", preset=True,
                                         title="MSA QKV Fusion", acts_on=("msa_row", "msa_column"))
     enable_qkv_fusion_triangle: bool = option(True, "Q, K, V of triangle attention in one GEMM", preset=True,
@@ -76,27 +79,66 @@ class FusionConfig(TritonSwitches):
                                           acts_on=("triangle_mult",))
     enable_opm_fusion: bool = option(True, "outer product mean re-associated where cheaper", preset=True,
                                      acts_on=("outer_product",))
-    enable_projection_fusion: bool = option(False, "more in one GEMM: gates with Q, K, V and with left, "
-                                            "right; gradients of embeddings", preset=True,
-                                            acts_on=("msa_row", "msa_column", "outer_product", "triangle"))
+    enable_projection_fusion: bool = option(
+        False, "more in one GEMM: gates with Q, K, V and with left, right; gradients of embeddings",
+        preset=True, acts_on=(
+            "outer_product", "msa_row with qkv_fusion_msa", "msa_column with qkv_fusion_msa",
+            "triangle_attn with qkv_fusion_triangle", "triangle_mult with triangle_fusion"))
     enable_transition_fusion: bool = option(False, "bias and ReLU of transitions within their GEMM",
                                             preset=True, acts_on=("msa_transition", "pair_transition"))
-    enable_activation_checkpointing: bool = option(False, "recompute whole blocks in backward")
+    enable_activation_checkpointing: bool = option(False, "recompute blocks in backward", recomputes=True)
     enable_selective_checkpointing: bool = option(False, "recompute sub-layers; our kernels keep the "
-                                                  "output of attention")
+                                                  "output of attention", recomputes=True)
     attention_backend: str = option("auto", "implementation of fused attention; math is plain",
                                    choices=("auto", "math", "sdpa", "flex"))
+    enable_torch_compile: bool = shared("enable_torch_compile")  # what any program has
+    torch_compile_mode: str = shared("torch_compile_mode")
+    enable_cuda_graphs: bool = shared("enable_cuda_graphs")
+    enable_master_weights: bool = shared("enable_master_weights")
+    enable_triton_adamw: bool = shared("enable_triton_adamw")
+    enable_triton_attention: bool = option(False, "attention, its gate and, where widths fit, the whole "
+                                           "sub-layer round it", ultra=True)
+    enable_triton_triangle: bool = option(False, "triangle multiplication but for its large GEMM", ultra=True)
+    enable_triton_outer_layout: bool = option(False, "outer product without (S, S, h*h) copies", ultra=True)
+    enable_triton_relu: bool = option(False, "transitions, from LayerNorm to residual", ultra=True)
+    enable_triton_weight_gradients: bool = option(False, "adds a block's small gradients and partial sums in "
+                                                  "one launch each", ultra=True)
 
-    def weight_first(self, samples, rows, residues, tie=True):
-        """Whether the outer product mean multiplies by its weight before it sums over rows. That pays where
-        rows are few: with 4 N <= S its largest tensor, (h, N, S, c_z), is no larger than the other order's,
-        (S, S, h * h), for c_z up to 4 h; at 4 N = S, where our kernel is as fast, tie decides. It loops over
-        samples, and for several small proteins the launches cost more than it saves."""
-        few = 4 * rows < residues or tie and 4 * rows == residues
-        return self.enable_opm_fusion and few and (samples == 1 or residues >= 128)
+    def weight_first(self, samples, rows, residues, hidden, products):
+        """Whether the outer product mean multiplies by its weight before it sums over rows. products: what
+        gpu_products() says. With 4 N <= S the largest tensor, (h, N, S, c_z), is no larger than the other
+        order's, (S, S, h * h), for c_z up to 4 h; at 4 N = S our kernel for that order is as fast. It takes
+        about N / h times the multiplications, which set float32's time on a GPU: there it must save half of
+        them. It loops over samples, and for several small ones the launches cost more than it saves."""
+        kernel = products == "half" and self.enable_triton_outer_layout
+        few = 4 * rows < residues or 4 * rows == residues and not kernel
+        many_multiplications = products == "float32" and 2 * rows > hidden
+        return (self.enable_opm_fusion and few and not many_multiplications
+                and (samples == 1 or residues >= 128))
+
+    def idle(self, settings, on_gpu):
+        c, training, products = settings.model, settings.training, products_of(settings.training, on_gpu)
+        first = self.weight_first(training.batch_size, c.num_seqs, c.seq_len, c.outer_product_dim, products)
+        auto = self.enable_flash_attention and self.attention_backend == "auto"
+        found = super().idle(settings, on_gpu) | {name: why for name, holds, why in (
+            ("enable_opm_fusion", self.enable_opm_fusion and not first,
+             "opm-fusion changes nothing at these sizes"),
+            ("attention_backend", self.attention_backend != "auto" and not self.enable_flash_attention,
+             "--attention-backend is for fused attention"),
+            ("enable_triton_attention", self.enable_triton_attention and not auto,
+             "triton-attention gives way to the attention that was asked for"),
+            ("enable_triton_outer_layout", self.enable_triton_outer_layout and first and products == "half",
+             "triton-outer-layout is for outer products that are not re-associated"),
+            ("enable_triton_weight_gradients",
+             self.enable_triton_weight_gradients and not self.enable_torch_compile,
+             "triton-weight-gradients needs torch.compile")) if holds}
+        return found | kernel_switches.idle_kernels(self, dict(
+            enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
+            enable_triton_triangle=(c.pair_dim,), enable_triton_outer_layout=(c.outer_product_dim,),
+            enable_triton_weight_gradients=(c.pair_dim,), enable_triton_relu=(c.msa_dim, c.pair_dim)),
+            (c.pair_dim, c.msa_heads), training.use_amp, on_gpu)
 
 
-# What flags.judge() parses flags by; PROGRAM, at the end, adds the classes that need torch
 KNOWN = dict(
     file=__file__, about=__doc__, suffix="v2", version="v2_fused", model_config=TinyOpenFoldConfig,
     training_config=TrainingConfig, fusion_config=FusionConfig,
@@ -104,7 +146,7 @@ KNOWN = dict(
     demo=dict(num_blocks=1, seq_len=32, batch_size=8, learning_rate=2e-3, num_steps=120, log_every=10,
               eval_every=30))
 
-flags.judge(__name__, **KNOWN)  # before torch is imported, which takes seconds
+flags.judge(__name__, **KNOWN)  # before torch is imported, which takes seconds; see PROGRAM for the rest
 
 import contextlib
 from functools import cached_property, partial
@@ -115,29 +157,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from evoformer_kernels.precision import at_least_float32, strict_float32
-from fusion_lab.measuring import accuracy, retune, summary
-from fusion_lab.measuring.analysis import write_analysis
-from fusion_lab.measuring.clocks import PhaseTimer
-from fusion_lab.measuring.comparison_table import compare_fusion
-from fusion_lab.measuring.metrics import Metrics, of_resumed_run
-from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
-from fusion_lab.measuring.ranges import PHASES, Profiling
-from fusion_lab.training import distributed, recipe, reporting, torchrun
-from fusion_lab.training.checkpoints import claim_outputs, out_of_patience, preserving, save
-from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.evaluations import evaluate
-from fusion_lab.training.feeding import batches
-from fusion_lab.training.files import StopRequest, exit_code
-from fusion_lab.training.machine import amp_dtype, choose_device, process_settings, require_memory
+from evoformer_kernels.precision import at_least_float32
+from fusion_lab.training import distributed, machine, recipe
 from fusion_lab.training.master_weights import optimized_weights
-from fusion_lab.training.models import begin_from_files
 from tiny_openfold.layers import attention_choice
 from tiny_openfold.layers.custom_gradients import LinearReLU, TriangleProduct, recomputed, summed_rows
 from tiny_openfold.layers.packing import PackedProjections
-from tiny_openfold.proteins import batches as proteins
-from tiny_openfold.proteins import coevolution, contacts, fast_evoformer, fold_prediction, prediction
-from tiny_openfold.proteins.files import TOKENS
+from tiny_openfold.proteins import CONTACT_DISTANCE, TOKENS, coevolution, fast_evoformer
 from tiny_openfold.proteins.orientations import ORIENTATION_WEIGHT, OrientationHead, mean
 from tiny_openfold.proteins.seam import EvoformerForLab
 
@@ -284,7 +310,7 @@ class OuterProductMean(PackedProjections):
 
     def __init__(self, config, fusion):
         super().__init__()
-        self.fusion = fusion
+        self.fusion, self.counted_as = fusion, None
         self.layer_norm = nn.LayerNorm(config.msa_dim)
         layers = {name: linear(config.msa_dim, config.outer_product_dim) for name in self.SIDES}
         self.add_projections(layers, ["left_right_proj"] if fusion.enable_projection_fusion else [])
@@ -311,12 +337,10 @@ class OuterProductMean(PackedProjections):
         outer = torch.einsum("bnic,bnjd->bijcd", left, right)  # (B, S, S, h, h), the largest tensor here
         return self.output_proj(outer.flatten(-2))
 
-    def weight_first(self, sides):
-        """FusionConfig's rule for sides (B, N, S, h). This order needs about N / h times the
-        multiplications of the other. They set float32's time on a GPU; there it must save half of them."""
-        bound_by_multiplications = sides.is_cuda and strict_float32(sides.dtype)
-        return (self.fusion.weight_first(*sides.shape[:3])
-                and not (bound_by_multiplications and 2 * sides.shape[1] > sides.shape[3]))
+    def weight_first(self, x):
+        """FusionConfig's rule for the MSA x (B, N, S, c_m), or for its sides."""
+        products = self.counted_as[0] if self.counted_as else fast_evoformer.gpu_products(x)
+        return self.fusion.weight_first(*x.shape[:3], self.widths["left_proj"], products)
 
     def products_weight_first(self, left, right):
         """The same sums in another order: the tensor in the middle is (h, N, S, c_z), not (S, S, h, h)."""
@@ -455,14 +479,14 @@ class FusedEvoformerBlock(nn.Module):
 MAX_OFFSET = 32  # relative positions are clipped here: 65 bins
 DISTANCE_BREAKS = np.linspace(2.3125, 21.6875, 63)  # Å; 64 bins
 DISTANCE_CENTRES = np.append(DISTANCE_BREAKS - 0.15625, DISTANCE_BREAKS[-1] + 0.15625)  # Å
-MASKED_MSA_WEIGHT = 0.1
-CONTACT_BINS = int((DISTANCE_BREAKS <= contacts.CONTACT_DISTANCE).sum())  # bins that lie wholly below it
+LOSSES = dict(distogram_loss=1, orientation_loss=ORIENTATION_WEIGHT, masked_msa_loss=0.1)  # and their weights
+CONTACT_BINS = int((DISTANCE_BREAKS <= CONTACT_DISTANCE).sum())  # bins that lie wholly below it
 
 
 class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's questions and computes nothing
     """Input embedding (Alg. 3), Evoformer blocks, distogram and masked-MSA heads (supplement 1.9.8, 1.9.9).
     DISCREPANCY: no templates, no extra MSA stack, no recycling, no structure module."""
-    SUBLAYERS = SUBLAYERS
+    SUBLAYERS, DISTANCE_CENTRES = SUBLAYERS, DISTANCE_CENTRES
 
     def __init__(self, config, fusion_config=None):
         super().__init__()
@@ -547,17 +571,14 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
         logits = self.distogram_head(pair)  # (B, S, S, 64), a bin each
         logits = (logits + logits.transpose(1, 2)).to(at_least_float32(logits.dtype))
         result = {} if only_loss else self.predictions(msa, pair, logits, differentiable=coords is None)
-        terms = []  # of the loss, in the order of loss_counts()
         if coords is not None:
             result["distogram_loss"] = self.distogram_loss(logits, coords, coord_mask)
-            terms.append(result["distogram_loss"])
         if self.orientation_head:
             result |= self.orientation_head(pair, orientations, only_loss)
-        if "orientation_loss" in result:
-            terms.append(ORIENTATION_WEIGHT * result["orientation_loss"])
         if msa_targets is not None:
             result["masked_msa_loss"] = self.masked_msa_loss(msa, msa_targets, logits.dtype)
-            terms.append(MASKED_MSA_WEIGHT * result["masked_msa_loss"])
+        terms = [result[name] if weight == 1 else weight * result[name]
+                 for name, weight in LOSSES.items() if name in result]
         if terms:  # each a mean over its loss_counts(), by which several processes weigh them
             result |= dict(loss=sum(terms[1:], terms[0]), loss_terms=torch.stack(terms))
         return result
@@ -585,10 +606,11 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
     @staticmethod
     def loss_counts(msa_targets=None, coords=None, coord_mask=None, orientations=None, **_):
         """How many pairs and letters of a batch each term of the loss averages."""
-        pairs = [] if coords is None else [coord_mask.sum(dim=1).square().sum()]
-        turned = [] if orientations is None else [(orientations[..., 0] >= 0).sum()]
-        letters = [] if msa_targets is None else [(msa_targets >= 0).sum()]
-        return torch.stack(pairs + turned + letters)
+        counts = dict(
+            distogram_loss=None if coords is None else coord_mask.sum(dim=1).square().sum(),
+            orientation_loss=None if orientations is None else (orientations[..., 0] >= 0).sum(),
+            masked_msa_loss=None if msa_targets is None else (msa_targets >= 0).sum())
+        return torch.stack([counts[name] for name in LOSSES if counts[name] is not None])
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -602,7 +624,7 @@ class Trainer:
     def __init__(self, program, settings, device, world=distributed.ALONE):
         self.program, self.settings, self.device, self.world = program, settings, device, world
         self.training, fusion = settings.training, settings.fusion
-        self.amp_dtype = amp_dtype(self.training, device)  # None without --use-amp
+        self.amp_dtype = machine.amp_dtype(self.training, device)  # None without --use-amp
         torch.manual_seed(self.training.seed)
         self.model = program.model(settings.model, fusion).to(device)
         world.reseed(self.training.seed)  # the same weights on all ranks, but other dropout
@@ -617,7 +639,6 @@ class Trainer:
         self.average = recipe.Average(self.weights, decay) if decay else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
         self.gradient_norm = torch.zeros((), device=device)  # of the last step, before clipping
-
         self.step_number = 0  # steps that were made
         self.best = dict(score=None, step=None, since=0)  # evaluation, and how many came after it
         self.trained_on, self.chosen_by = set(), set()  # names, so that nobody evaluates the model on them
@@ -640,6 +661,7 @@ class Trainer:
 
     def graphed_step(self, batch, mark):
         if self.graph is None:
+            from fusion_lab.training.cuda_graphs import GraphedStep
             with self.preserved():
                 self.graph = GraphedStep(self.eager_step, batch, self.device)
         loss = self.graph(batch)
@@ -670,28 +692,30 @@ class Trainer:
 
     def preserved(self):
         """Whatever runs within leaves weights, optimizer, scaler and random numbers as they were."""
+        from fusion_lab.training.checkpoints import preserving
         return preserving(self)
 
 
 def run_steps(trainer, source, profiling, findings, metrics, stop):
     """Steps up to --num-steps, until a signal, or until --early-stopping has had enough. findings are what
-    warm_up() measured. Returns (losses, (steps, 4) seconds by phase)."""
-    training, world, losses = trainer.training, trainer.world, []
+    warm_up() measured. Returns (steps, 4) seconds by phase; metrics has the losses."""
+    from fusion_lab.measuring import clocks, probe, ranges
+    from fusion_lab.training import checkpoints, evaluations, feeding, reporting
+    training, world = trainer.training, trainer.world
     intervals = dict(log=training.log_every, evaluate=training.eval_every, save=training.save_every)
-    timer = PhaseTimer(trainer.device, PHASES, profiling.enter, profiling.leave)
+    timer = clocks.PhaseTimer(trainer.device, ranges.PHASES, profiling.enter, profiling.leave)
     steps = range(trainer.step_number, training.num_steps)
-    supply = batches(source, steps, trainer.device, world)  # each is made while the step before it runs
-    silent = None if world.first else True  # tqdm's None: a bar only where stderr is a terminal
-    with tqdm(total=len(steps), disable=silent, unit="step", leave=False) as bar:
+    supply = feeding.batches(source, steps, trainer.device, world)  # each made while the step before it runs
+    with tqdm(total=len(steps), disable=not world.first or None, unit="step", leave=False) as bar:  # on a TTY
         say = partial(bar.write, file=sys.stdout)
         for done in range(steps.start + 1, steps.stop + 1):
             # A step, which the host only queues: it runs ahead of the GPU
             timer.start()
             batch = next(supply)
             timer.mark()
-            losses.append(trainer.step(batch, timer.mark))
+            loss = trainer.step(batch, timer.mark)
             trainer.step_number = done
-            metrics.step(done, losses[-1], trainer)
+            metrics.step(done, loss, trainer)
             profiling.step()
             bar.update()
 
@@ -705,51 +729,55 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
 
             # Here the host looks, for which it waits for the GPU: log, evaluate, save, stop
             metrics.flush()  # first, so that a checkpoint has no step that the metrics lack
-            reporting.require_finite(losses[-1], done)
+            reporting.require_finite(metrics.losses[-1], done)
             if "log" in due or stop.signal:
-                say(reporting.step_line(trainer, losses[-1], timer, peak_megabytes(trainer.device, findings)))
+                peak = probe.peak_megabytes(trainer.device, findings)
+                say(reporting.step_line(trainer, metrics.losses[-1], timer, peak))
             if "evaluate" in due:
-                with profiling.paused(), unmeasured_memory(trainer.device, findings):
-                    evaluate(trainer, source, metrics, stop, say)
-            ending = world.agreed_signal(stop) or out_of_patience(trainer)
+                with profiling.paused(), probe.unmeasured_memory(trainer.device, findings):
+                    evaluations.evaluate(trainer, source, metrics, stop, say)
+            ending = world.agreed_signal(stop) or checkpoints.out_of_patience(trainer)
             if training.save_checkpoint and ("save" in due or ending):
-                save(trainer, training.save_checkpoint)
+                checkpoints.save(trainer, training.save_checkpoint)
             if ending:
                 break
-    return [loss.item() for loss in losses], timer.seconds()
+    return timer.seconds()
 
 
 def train(program, settings, compare_with=None, min_speedup=None):
     """A training run from its start-up lines to its summary; returns its exit code."""
+    from fusion_lab.measuring import analysis, probe, ranges, summary
+    from fusion_lab.measuring.metrics import Metrics, of_resumed_run
+    from fusion_lab.training import checkpoints, evaluations, models, reporting
     # Make everything that a run needs. Whatever can be refused is refused here, before the first step
     earlier = summary.read_summary(compare_with) if compare_with else None
-    training, device = settings.training, choose_device(settings.training.device)
-    process_settings(settings, device)
-    require_memory(program, device, settings)
+    training, device = settings.training, machine.choose_device(settings.training.device)
+    machine.process_settings(settings, device)
+    machine.require_memory(program, device, settings)
     world = distributed.begin(device)
     source = program.data(settings.having(batch_size=training.batch_size * world.size))  # of all ranks
     trainer = program.trainer(program, settings, device, world)
-    begin_from_files(trainer, source)  # --resume, --init-from
-    world.from_first(lambda: claim_outputs(trainer, of_resumed_run(trainer)))
+    models.begin_from_files(trainer, source)  # --resume, --init-from
+    world.from_first(lambda: checkpoints.claim_outputs(trainer, of_resumed_run(trainer)))
     reporting.describe_start(trainer, source)
 
-    with StopRequest(patient=world.size > 1) as stop:  # a signal only asks; whoever can end early does
-        findings, metrics = warm_up(trainer, source, stop), Metrics(trainer)
+    with files.StopRequest(patient=world.size > 1) as stop:  # a signal only asks; whoever can end early does
+        findings, metrics = probe.warm_up(trainer, source, stop), Metrics(trainer)
         recorded = settings.profiler if world.first else ProfilerConfig()  # one rank records
         num_steps = training.num_steps - trainer.step_number
-        with Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
-            losses, times = run_steps(trainer, source, profiling, findings, metrics, stop)
-
+        with ranges.Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
+            times = run_steps(trainer, source, profiling, findings, metrics, stop)
         # Write the summary before the last evaluation, which may fail, and again with it; say how it ended
-        result = summary.summarise(trainer, findings, losses, profiling.undisturbed(times), stop.signal)
+        losses, times_alone = metrics.losses, profiling.undisturbed(times)
+        result = summary.summarise(trainer, findings, losses, times_alone, stop.signal)
         path = summary.write(trainer, result)
-        evaluate(trainer, source, metrics, stop, print, final=True)
+        evaluations.evaluate(trainer, source, metrics, stop, print, final=True)
         signal = world.agreed_signal(stop)
         summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
         code = summary.too_slow(result, min_speedup)
         peak = result["performance_summary"]["peak_memory_mb"]
-        analysis = write_analysis(trainer, findings, times, peak, profiling)
-        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(signal), analysis], signal)
+        found = analysis.write_analysis(trainer, findings, times, peak, profiling)
+        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(signal), found], signal)
         if world.first:
             with trainer.averaged():
                 source.finish(trainer, metrics.by_step)  # last words and pictures
@@ -761,41 +789,32 @@ def train(program, settings, compare_with=None, min_speedup=None):
 # What the lab must know of this model, and the command line
 # --------------------------------------------------------------------------------------------------------
 
+
+def open_source(settings):
+    """Real proteins or built-in ones, as the flags say."""
+    from tiny_openfold.proteins import batches
+    return batches.open_source(settings)
+
+
 PROGRAM = Program(
     **KNOWN,  # names, configs and sizes: see there
-    model=TinyOpenFoldV2, trainer=Trainer,  # the lab imports no model: it is handed them
-    data=proteins.open_source,  # real proteins or built-in ones, as the flags say
-    modes={"--contacts": prediction.contacts, "--fold": partial(fold_prediction.fold, DISTANCE_CENTRES)})
+    model=TinyOpenFoldV2, trainer=Trainer, data=open_source,  # the lab imports no model: it is handed them
+    modes={"--contacts": "tiny_openfold.proteins.prediction:contacts",
+           "--fold": "tiny_openfold.proteins.fold_prediction:fold"})
 
 
 def run(argv=None, program=PROGRAM):
     """Do what the command line asks, of whichever program; returns the exit code. Raises UserError."""
-    argv = flags.with_demo(sys.argv[1:] if argv is None else argv, program)
-    program = flags.named_program(argv, program)
-    arguments, settings, mode = flags.parse(flags.make_parser(program), program, argv)
-    if arguments.check_flags:
-        return reporting.print_settings(program, settings, mode)
-    if mode is None:
-        return train(program, settings, arguments.compare_with_v1, arguments.min_speedup)
-    torchrun.require_alone(mode)
-    if mode in program.modes:
-        return program.modes[mode](program, settings)
-    if mode == "--compare-fusion":
-        return compare_fusion(program, settings, arguments.variants, getattr(arguments, "num_steps", None))
-    device = choose_device(settings.training.device)
-    if mode != "--validate-setup":  # which takes a small model
-        require_memory(program, device, settings)
-    settings.claim_directory()  # after these: what is refused moves no earlier results
-    return {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
-            "--retune": retune.retune}[mode](program, settings)
+    program, arguments, settings, mode = flags.asked(argv, program)
+    if verb := flags.verb(program, arguments, mode):
+        return verb(program, settings)
+    return train(program, settings, arguments.compare_with_v1, arguments.min_speedup)
 
 
 def main(argv=None, program=PROGRAM):
     """run(), with every expected failure as one line on stderr; returns the exit code."""
-    return distributed.leave(lambda: exit_code(partial(run, program=program), argv, program.name))
+    return distributed.leave(lambda: files.exit_code(partial(run, program=program), argv, program.name))
 
 
 if __name__ == "__main__":
-    import tiny_openfold_v2  # as a module, so that every file of the project sees one set of classes
-
-    sys.exit(tiny_openfold_v2.main())
+    sys.exit(main())

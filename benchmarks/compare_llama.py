@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from evoformer_kernels.limits import HAS_TRITON
-from fusion_lab.measuring.contest import clipped_step, failed, measured, ours, table
+from fusion_lab.measuring.bench import clipped_step, contest, contest_table, failed, ours
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import exit_code, finite, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
@@ -81,8 +81,8 @@ class Peer:
             logits = self.run(input_ids=batch["ids"]).logits
             return F.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten())
 
-    def step(self, batch):
-        return clipped_step(self.loss(batch), self.model, self.optimizer)
+    def step(self, batch, mark=lambda: None):
+        return clipped_step(self.loss(batch), self.model, self.optimizer, mark)
 
 
 def disagreement(program, settings, device):
@@ -131,9 +131,9 @@ def run(argv=None):
     different = disagreement(program, small, device) if find_spec("transformers") else None
     print(f"Against transformers in float32, loss and gradients: {different or 'not installed'}")
     now, amp = settings.having(use_amp=True, amp_dtype="bfloat16"), torch.bfloat16
-    made = ours(program, now, device, amp, OURS) | peers(program, now, device, amp)
-    rows = measured(made, a.only, program.data(settings).batch(0), device, a.steps)
-    print(table("bfloat16", rows))
+    made = ours(program, now, device, OURS) | peers(program, now, device, amp)
+    rows = contest(made, a.only, program.data(settings).batch(0), device, a.steps)
+    print(contest_table("bfloat16", rows))
     a.out.mkdir(parents=True, exist_ok=True)
     write_json(a.out / "llama.json", finite(dict(sizes, rows=rows, disagreement=different,
                                                  system_info=system_info(device))))

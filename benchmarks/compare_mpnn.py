@@ -26,7 +26,7 @@ files.quiet(__name__, "torch")
 import torch
 
 from fusion_lab.measuring.accuracy import compare_numerics
-from fusion_lab.measuring.contest import clipped_step, failed, measured, ours, table
+from fusion_lab.measuring.bench import clipped_step, contest, contest_table, failed, ours
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, exit_code, finite, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
@@ -85,11 +85,11 @@ class Peer:
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
             return self.run(*inputs)
 
-    def step(self, batch):
+    def step(self, batch, mark=lambda: None):
         log_probs = self.log_probs(batch).float()
         nll = -log_probs.gather(2, batch["S"][:, :, None])[:, :, 0]
         loss = (nll * batch["mask"]).sum() / batch["mask"].sum()
-        return clipped_step(loss, self.model, self.optimizer)
+        return clipped_step(loss, self.model, self.optimizer, mark)
 
 
 def disagreement(path, program, settings, device):
@@ -147,9 +147,9 @@ def run(argv=None):
     for name in a.precisions:
         amp = None if name == "float32" else torch.bfloat16
         now = settings if amp is None else settings.having(use_amp=True, amp_dtype="bfloat16")
-        made = ours(program, now, device, amp, OURS) | peers(a.peer, program, now, device, amp)
-        tables[name] = measured(made, a.only, batch, device, a.steps)
-        print(table(name, tables[name]), flush=True)
+        made = ours(program, now, device, OURS) | peers(a.peer, program, now, device, amp)
+        tables[name] = contest(made, a.only, batch, device, a.steps)
+        print(contest_table(name, tables[name]), flush=True)
         write_json(a.out / "mpnn.json", finite(dict(sizes, log_probs_difference=different, tables=tables,
                                                     system_info=system_info(device))))
     broken = [name for rows in tables.values() for name in failed(rows, "ours")]

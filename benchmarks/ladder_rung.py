@@ -13,10 +13,12 @@ sys.path[0] = sys.argv[1]
 import torch
 
 from fusion_lab.measuring.accuracy import compare_numerics
+from fusion_lab.measuring.bench import only_a_graph
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.measuring.probe import begin_peak, peak_megabytes
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.flags import make_parser, parse
-from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings
+from fusion_lab.training.machine import choose_device, process_settings
 from tiny_openfold_v2 import PROGRAM, TinyOpenFoldConfig
 
 UNTIMED = 5  # steps that follow the wait and are not counted
@@ -37,8 +39,7 @@ def timed(trainer, batches, steps):
     """Times (ms) of a step, its loss and, on a GPU, peak memory (MB), launches and the heaviest kernels."""
     device = trainer.device
     timer = PhaseTimer(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    begin_peak(device)
     for i in range(steps + UNTIMED):
         timer.start()
         loss = trainer.step(batches[i % len(batches)])
@@ -46,8 +47,8 @@ def timed(trainer, batches, steps):
     p20, median, p80 = quantiles(1e3 * timer.seconds()[UNTIMED:, 0])
     result = dict(median_ms=median, p20_ms=p20, p80_ms=p80, loss=loss.item())
     if device.type == "cuda":
-        peak = max(torch.cuda.max_memory_allocated(device), trainer.graph.peak if trainer.graph else 0)
-        result.update(peak_mb=peak / MEGABYTE, **kernels_of_a_step(trainer, batches[0]))
+        result.update(peak_mb=peak_megabytes(device, only_a_graph(trainer, batches[0])),
+                      **kernels_of_a_step(trainer, batches[0]))
     return result
 
 

@@ -23,7 +23,7 @@ files.quiet(__name__, "torch")
 import torch
 from measure_ladder import ULTRA, summary_of
 
-from fusion_lab.measuring.tables import aligned
+from fusion_lab.measuring.tables import markdown
 from fusion_lab.training.files import NO_GPU, UserError, exit_code, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, system_info
@@ -103,7 +103,7 @@ def main(argv=None):
         rows.append(trained(*run, asked.steps))
         print(line(rows[-1]), flush=True)
         write_json(asked.out / "ranks.json", dict(result, rows=rows))
-    print("\n".join(aligned(gains(rows))))
+    print("\n".join(markdown(gains(rows))))
     return int(any("failed" in row for row in rows))
 
 

@@ -22,8 +22,8 @@ files.quiet(__name__, "torch")
 import torch
 
 from companions.fusion_patterns import by_turns
-from fusion_lab.measuring.compare import NEVER
-from fusion_lab.measuring.tables import aligned
+from fusion_lab.measuring.bench import NEVER
+from fusion_lab.measuring.tables import markdown
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import claim, exit_code, finite, write_json
@@ -88,7 +88,7 @@ def run(argv):
         times = "{:.2f} ({:.2f}, {:.2f})".format(*(1e3 * row[key] for key in ("median", "p20", "p80")))
         cells.append([row["name"], str(row["batch_size"]), row["how"], times, f"{row['speedup']:.2f}x",
                       f"{row['recovery']:.3f}"])
-    print("\n".join(aligned(cells)))
+    print("\n".join(markdown(cells)))
     path = pathlib.Path(options.out) / "mpnn_sizes.json"
     write_json(path, finite(dict(rows=rows, sizes=SIZES, num_steps=options.num_steps, seq_len=options.seq_len,
                                  data=options.data, system_info=system_info(device))))

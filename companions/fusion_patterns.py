@@ -40,7 +40,7 @@ from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.flops import Traffic
 from fusion_lab.measuring.roofline import copy_ceiling
-from fusion_lab.measuring.tables import aligned, cell
+from fusion_lab.measuring.tables import cell, markdown
 from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.machine import choose_device, keep_freed_memory, system_info
 from fusion_lab.training.reporting import busy_line, print_result
@@ -365,7 +365,7 @@ def print_pattern(result, copy):
         rows.append([way["name"], way["reason"]] if way["reason"] else [
             way["name"], milliseconds(way["forward"]),
             f"{least / way['forward'][1] / copy:.0%}" if copy else "n/a", milliseconds(way["both"])])
-    print("\n".join(f"  {line}" for line in aligned(rows)))
+    print("\n".join(f"  {line}" for line in markdown(rows)))
     for title, key in (("Forward", "forward"), ("With backward", "both")):
         print(f"  {title}: {': '.join(result['verdict'][key])}", flush=True)
 

@@ -66,7 +66,7 @@ class MpnnSwitches(Switches):
         False, "Triton between the products of messages, split and aggregated; gradients of neighbours "
         "summed in one order", preset=True)
     enable_activation_checkpointing: bool = option(
-        False, "keep only the inputs of every layer, recompute the rest in backward")
+        False, "keep only the inputs of every layer, recompute the rest in backward", recomputes=True)
 
     def idle(self, settings, on_gpu):
         found = super().idle(settings, on_gpu)

@@ -72,7 +72,7 @@ class LlamaSwitches(Switches):
                                         title="SwiGLU Fusion")
     enable_norm_fusion: bool = option(True, "RMSNorm in one operation", preset=True, title="Norm Fusion")
     enable_activation_checkpointing: bool = option(
-        False, "keep only the inputs of every block, recompute the rest in backward")
+        False, "keep only the inputs of every block, recompute the rest in backward", recomputes=True)
     enable_pointwise_kernel: bool = option(False, "SwiGLU and rotary positions in Triton", ultra=True)
     enable_ultra_block: bool = option(False, "one persistent Triton kernel a block; backward recomputes")
 

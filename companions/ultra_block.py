@@ -8,18 +8,18 @@ again by its ordinary fused path and differentiates that: exact for every parame
 forward pass and with the memory of activation checkpointing. The comparison times forward passes and training
 steps at four shapes, beside a CUDA graph and torch.compile, which save kernel launches as well.
 """
-import os
 from functools import partial
 
 import torch
 
 from evoformer_kernels.limits import HAS_TRITON
 from evoformer_kernels.precision import product_dtype
-from fusion_lab.measuring.contest import failed, measured, table
+from fusion_lab.measuring.bench import contest, contest_table, failed
 from fusion_lab.measuring.counters import OpCounter, gpu_kernels
 from fusion_lab.training.cuda_graphs import GraphedStep
+from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError, write_json
+from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
 
@@ -96,13 +96,15 @@ class Forward:
         with torch.no_grad():
             return self.trainer.forward(batch)["loss"]
 
-    def step(self, batch):
+    def step(self, batch, mark=lambda: None):
         if self.trainer.use_graph and not self.graph:
             self.graph = GraphedStep(self.loss, batch, self.trainer.device)
-        return (self.graph or self.loss)(batch)
+        loss = (self.graph or self.loss)(batch)
+        mark()
+        return loss
 
 
-def contest(make, program, settings, device):
+def rows_of(make, program, settings, device):
     """Rows of make(program, settings, device) under the switches of each way, with tokens/s and launches."""
     trainers, batch = {}, program.data(settings).check_batch()
 
@@ -110,7 +112,7 @@ def contest(make, program, settings, device):
         trainers[name] = make(program, settings.having(**switches), device)
         return trainers[name]
     made = {name: partial(keep, name, switches) for name, switches in WAYS.items()}
-    rows = measured(made, "", batch, device, ROUNDS)
+    rows = contest(made, "", batch, device, ROUNDS)
     for row in (row for row in rows if "median" in row):
         row["tokens_per_second"] = batch["ids"].numel() / row["median"]
         row["launches"] = launches(partial(trainers[row["name"]].step, to_device(batch, device)), device)
@@ -161,7 +163,7 @@ def compare_ultra(program, settings):
         raise UserError("--compare-ultra needs a GPU", code=NO_GPU)
     if not HAS_TRITON:
         raise UserError("--compare-ultra needs Triton: pip install triton", code=MISSING)
-    settings.claim_directory()
+    directory = RunDirectory(program, settings).claim()
     process_settings(settings, device)
     shapes = []
     for batch_size, length in SHAPES:
@@ -169,9 +171,9 @@ def compare_ultra(program, settings):
                                  enable_master_weights=True)
         shapes.append(dict(batch_size=batch_size, seq_len=length))
         for part, make in (("forward", Forward), ("training step", program.trainer)):
-            rows = contest(make, program, chosen, device)
+            rows = rows_of(make, program, chosen, device)
             shapes[-1][part] = dict(rows=rows, verdict=verdict(rows))
-            print(table(f"B {batch_size}, S {length}, {part}", rows), *beside(rows),
+            print(contest_table(f"B {batch_size}, S {length}, {part}", rows), *beside(rows),
                   f"Verdict: {verdict(rows)}\n", sep="\n", flush=True)
             torch.cuda.empty_cache()
     overall = {part: over_all(shapes, part) for part in ("forward", "training step")}
@@ -181,8 +183,7 @@ def compare_ultra(program, settings):
                 part.capitalize(), *found))
     broken = [name for shape in shapes for part in ("forward", "training step")
               for name in failed(shape[part]["rows"], ULTRA)]
-    path = os.path.join(settings.profiler.profile_dir, program.result("ultra_comparison"))
-    write_json(path, dict(mode="compare_ultra", shapes=shapes, overall=overall,
-                          system_info=system_info(device)))
+    path = directory.write("ultra_comparison", dict(mode="compare_ultra", shapes=shapes, overall=overall,
+                                                    system_info=system_info(device)))
     print_result(dict(mode="compare_ultra"), path, settings)
     return FAILED if broken else 0

@@ -109,7 +109,7 @@ def test_functions_files_and_signatures_stay_small():
     large, free = [], {"triangle_multiplicative_update"}
     for file, tree in sources(*PACKAGES, "tests"):
         length = file.read_text(encoding="utf-8").count("\n")
-        limit = 700 if ROOT / "tests" in file.parents else 850 if file.name == "tiny_openfold_v2.py" else 500
+        limit = 700 if ROOT / "tests" in file.parents else 820 if file.name == "tiny_openfold_v2.py" else 500
         large += [f"{file.relative_to(ROOT)}: {length} lines"] * (length > limit)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):

@@ -1,6 +1,5 @@
 """Does fusion change the numbers, and is the set-up right: --validate-setup, --verify-accuracy."""
 import json
-import os
 from dataclasses import replace
 from functools import partial
 
@@ -9,9 +8,10 @@ import torch
 
 from fusion_lab.measuring.variants import spelled
 from fusion_lab.training.checkpoints import optimizer_state, unpacked
+from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import finite, write_json
-from fusion_lab.training.machine import choose_device, process_settings, runs_in_tf32
+from fusion_lab.training.files import finite
+from fusion_lab.training.machine import choose_device, process_settings, require_memory, runs_in_tf32
 from fusion_lab.training.program import Model
 from fusion_lab.training.reporting import for_people, print_result
 
@@ -135,9 +135,12 @@ def print_covered(found):
 
 
 def verify_accuracy(program, settings):
-    """--verify-accuracy: print the differences and PASS or FAIL; exit code 0 or 1."""
+    """--verify-accuracy: print the differences and PASS or FAIL, and write them where --profile-dir says;
+    exit code 0 or 1."""
     training = settings.training
     device = choose_device(training.device)
+    require_memory(program, device, settings)
+    directory = RunDirectory(program, settings).claim_for_check()
     verdict, failures = compare_numerics(program, settings, device, partial(print, flush=True))
     print(f"Fused against baseline on {device}: {verdict['tensors']} tensors (outputs, loss, all gradients), "
           f"same weights and inputs")
@@ -156,8 +159,7 @@ def verify_accuracy(program, settings):
         print(f"   ... and {len(failures) - 10} more")
     result = dict(mode="verify_accuracy", passed=not failures, device=str(device), **finite(verdict),
                   failures=failures, rtol=RTOL, atol=ATOL, error_factor=ERROR_FACTOR, **found)
-    path = os.path.join(settings.profiler.profile_dir, program.result("accuracy"))
-    write_json(path, result)
+    path = directory.write("accuracy", result) if directory.named else None
     print("FAIL" if failures else "PASS")
     print_result(result, path, settings)
     return 1 if failures else 0

@@ -33,6 +33,7 @@ def analysis_of(trainer, found, times, peak, profiling):
     trace = TraceAnalysis(read_trace(profiling.trace), program.model.SUBLAYERS)
     step = of_a_step(profiling.undisturbed(times), trace)
     unrecorded = trace.unrecorded(found.graph_kernels)
+    flops = flops_by_sublayer(program, settings, trainer.device.type == "cuda")
     entries = sublayer_entries(trace, found, profiling.samples)
     inside = sum(e["share"] for e in entries if e["name"] != REST)
     outside = sum(e["share"] for e in entries if e["direction"] in (OUTSIDE, NOT_RECORDED))
@@ -47,7 +48,7 @@ def analysis_of(trainer, found, times, peak, profiling):
         coverage=dict(sublayers=inside, rest=1 - inside - outside, unattributed=outside),
         kernels=trace.kernel_table(),
         saved_activation_mb={name: size / MEGABYTE for name, size in found.saved.items()},
-        flops_per_step=found.flops, flops_share=flops_share(program, flops_by_sublayer(program, settings)),
+        flops_per_step=found.flops, flops_share=flops_share(program, flops),
         memory_peak_mb=peak, unrecorded=unrecorded,
         launch=launch_arithmetic(found.launches, step, bool(unrecorded)) if trace.on_gpu else None)
     return dict(result, findings=findings(result))

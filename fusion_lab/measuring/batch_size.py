@@ -3,16 +3,17 @@
 Batch sizes double, each measured like a variant of a comparison, until the next one would not fit: a step's
 memory grows along a straight line. The largest that fits by this line is measured last.
 """
-import os
 import sys
 import time
 
-from fusion_lab.measuring.compare import Candidate, alternate, reasons, release
+from fusion_lab.measuring import compare
+from fusion_lab.measuring.bench import alternate, release, warm_up
 from fusion_lab.measuring.tables import cell
 from fusion_lab.measuring.variants import GIVEN, Variant
 from fusion_lab.training import flags
+from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import FAILED, StopRequest, UserError, exit_code, finite, write_json
+from fusion_lab.training.files import FAILED, StopRequest, UserError, exit_code
 from fusion_lab.training.machine import GIGABYTE, MEGABYTE, choose_device, free_memory, process_settings
 from fusion_lab.training.program import load_program
 from fusion_lab.training.reporting import command_of, print_result
@@ -31,11 +32,11 @@ ROUNDS, SECONDS = 6, 120.0  # steps of each size; after so long no further size 
 def row_of(program, settings, device, batch_size, stop):
     """The Row of a batch size, as a comparison has it."""
     chosen = settings.having(batch_size=batch_size)
-    candidate, batch = Candidate(Variant(GIVEN, chosen)), to_device(program.data(chosen).batch(0), device)
-    with reasons(candidate):
-        candidate.count(program, device, batch)
+    variant, batch = Variant(GIVEN, chosen), to_device(program.data(chosen).batch(0), device)
+    candidate = compare.candidate_of(program, variant, device)
+    warm_up([candidate], batch, device)
     alternate([candidate], [batch], ROUNDS, stop)
-    row = candidate.row(candidate)
+    row = compare.row_of(variant, candidate, candidate)
     candidate.trainer = None
     release()
     return row
@@ -87,7 +88,7 @@ def run(argv=None):
     free = free_memory(device)
     if free is None:
         raise UserError(f"--target-memory-usage: {device} does not say how much memory is free")
-    settings.claim_directory()
+    RunDirectory(program, settings).claim()
     limit = share * free / MEGABYTE
     print(f"Device: {device} | {free / GIGABYTE:.1f} GB are free, of which a step may take {share:.0%}")
 
@@ -117,10 +118,10 @@ def conclude(program, settings, rows, forecast, limit):
               + (f"; about {forecast} by a straight line, which took too long to measure" * bool(forecast)))
         print(f"Fastest: {fastest}, {fitting[fastest].samples_per_second:.1f} samples/s")
         print(f"To copy: {command_of(program, settings.having(batch_size=fastest))}")
-    path = os.path.join(settings.profiler.profile_dir, program.result("batch_size"))
     headline = dict(mode="optimize_batch_size", largest=largest, fastest=fastest)
-    write_json(path, finite(dict(headline, limit_mb=limit, forecast=forecast, rows={
-        size: row.as_dict() for size, row in rows.items()})))
+    path = RunDirectory(program, settings).write("batch_size", dict(
+        headline, limit_mb=limit, forecast=forecast,
+        rows={size: row.as_dict() for size, row in rows.items()}))
     print_result(headline, path, settings)
     return 0 if fitting else FAILED
 

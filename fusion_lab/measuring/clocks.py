@@ -1,8 +1,11 @@
 """Clocks: times between marks, sums within ranges, quantiles."""
 import time
+from array import array
 
 import numpy as np
 import torch
+
+MOST_PENDING = 1000  # steps of which events and losses stay on the device
 
 
 class PhaseTimer:
@@ -13,10 +16,13 @@ class PhaseTimer:
     """
 
     def __init__(self, device, names=(), enter=None, leave=None):
-        self.on_gpu, self.steps = device.type == "cuda", []
-        self.names, self.enter, self.leave = names, enter, leave
+        self.on_gpu, self.names, self.enter, self.leave = device.type == "cuda", names, enter, leave
+        self.steps = []  # marks of the steps that were not read yet
+        self.read, self.phases = array("d"), len(names) or 1  # seconds of those that were, in a row
 
     def start(self):
+        if len(self.steps) == MOST_PENDING:
+            self.seconds()
         self.steps.append([])
         self.mark()
 
@@ -33,15 +39,17 @@ class PhaseTimer:
 
     def seconds(self, last=0):
         """(steps, phases) seconds between the marks of each step, or of so many of the last ones; without a
-        last one that was broken off."""
-        if not self.steps:
-            return np.empty((0, len(self.names)))
-        steps = [step for step in self.steps[-last:] if len(step) == len(self.steps[0])]
-        if self.on_gpu:
+        last one that was broken off. What is read keeps no event, of which a long run would have many."""
+        if self.steps and not self.read:
+            self.phases = max(1, len(self.steps[0]) - 1)
+        whole = [step for step in self.steps if len(step) == self.phases + 1]
+        if self.on_gpu and whole:
             torch.cuda.synchronize()
-            return np.array([[a.elapsed_time(b) / 1e3 for a, b in zip(s, s[1:], strict=False)]
-                             for s in steps])
-        return np.diff(np.array(steps), axis=1)
+        for marks in whole:
+            self.read.extend(a.elapsed_time(b) / 1e3 if self.on_gpu else b - a
+                             for a, b in zip(marks, marks[1:], strict=False))
+        self.steps = self.steps[len(whole):]
+        return np.array(self.read).reshape(-1, self.phases)[-last:]
 
 
 class RangeSums:

@@ -1,13 +1,10 @@
 """compare(): the only measurement of variants. --compare-fusion and the session's --ablation call it, and
 a study starts --compare-fusion once for each of its shapes and runs.
 
-Eager variants share this process: each is counted by itself, then all take their steps in turn, so that a
-machine that drifts hits all alike. A variant that compiles is the same command line in a process of its own,
-beside a baseline; these processes run one after the other.
+Eager variants share this process and its bench. A variant that compiles is the same command line in a process
+of its own, beside a baseline; these processes run one after the other.
 """
 import contextlib
-import gc
-import itertools
 import math
 import os
 import re
@@ -18,30 +15,27 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.measuring.bench import NEVER, ROUNDS, SECONDS, Candidate, alternate, release, warm_up
+from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.gains import Gain, gain_of_rounds
-from fusion_lab.measuring.probe import peak_megabytes, probe
+from fusion_lab.measuring.probe import probe
 from fusion_lab.measuring.roctx import child_environment
 from fusion_lab.measuring.summary import launch_kind, provenance
-from fusion_lab.measuring.variants import BASELINE, make_variants
+from fusion_lab.measuring.variants import make_variants
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import StopRequest, UserError, counted, finite, read_json, time_left
+from fusion_lab.training.files import StopRequest, UserError, finite, read_json
 from fusion_lab.training.flags import command_line
-from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, require_memory
+from fusion_lab.training.machine import choose_device, process_settings, require_memory
 from fusion_lab.training.program import Program, Settings
 
-ROUNDS, SECONDS = 20, 60.0  # whichever ends first, where nobody says how many rounds
-TELL = 5.0  # s between two words on the time left
-FEWEST = 6  # rounds, from which on there is an interval of 95%
 MOST_BATCHES = 16  # alive on the device at once; more rounds repeat them
 INTERRUPTED, CUT_SHORT = "interrupted before it was measured", "interrupted while it was measured"
-NEVER = SimpleNamespace(signal=None)  # a StopRequest that nobody makes
 
 
 @dataclass
@@ -117,134 +111,37 @@ class Comparison:
                            variants=[row.as_dict() for row in self.rows]))
 
 
-@contextlib.contextmanager
-def reasons(candidate):
-    """Within, whatever stops a candidate becomes its reason, and it gives its memory back; the baseline must
-    run."""
-    try:
-        yield
-    except Exception as error:  # compilers fail in many ways, and the other rows are still wanted
-        if candidate.name == BASELINE:
-            raise
-        text = str(error).strip().splitlines()
-        candidate.trainer = None
-        candidate.reason = f"{type(error).__name__}: {text[0][:160] if text else 'no message'}"
-
-
-def release():
-    """Give back the memory of what is gone."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def not_measured(variant, reason):
     return Row(variant.name, asdict(variant.settings.fusion), reason=reason, not_used=list(variant.not_used))
 
 
-class Candidate:
-    """A variant that is measured in this process: a warm trainer, what was counted of it, and its clock."""
-
-    def __init__(self, variant):
-        self.variant, self.name, self.reason = variant, variant.name, variant.reason
-        self.trainer, self.counts, self.timer, self.losses = None, None, None, []
-        self.first_step_time, self.peak = None, None
-
-    def count(self, program, device, batch):
-        """Make the trainer, whose weights follow from the seed alone, and count one of its steps. What other
-        trainers hold is not in its peak memory."""
-        others = 0
-        if device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()
-            others = torch.cuda.memory_allocated(device) - sum(t.nbytes for t in batch.values())
-        trainer = program.trainer(program, self.variant.settings, device)
-        with trainer.preserved():
-            started = time.perf_counter()
-            trainer.step(batch).item()
-            self.first_step_time = time.perf_counter() - started
-            self.counts = probe(trainer, batch)
-            if device.type == "cuda":  # the peak of two steps, after one that makes what stays
-                trainer.step(batch)
-                torch.cuda.synchronize(device)
-                torch.cuda.reset_peak_memory_stats(device)
-                for _ in range(2):
-                    trainer.step(batch)
-                torch.cuda.synchronize(device)
-            peak = peak_megabytes(device, self.counts)
-        self.peak = None if peak is None else peak - others / MEGABYTE
-        self.trainer, self.timer = trainer, PhaseTimer(device)
-
-    def take_turn(self, number, batch):
-        """One timed step; on a GPU an untimed one before it keeps the queue as full as in training."""
-        torch.manual_seed(number)  # dropout draws alike for all
-        if self.trainer.device.type == "cuda":
-            self.trainer.step(batch)
-        self.timer.start()
-        loss = self.trainer.step(batch, self.timer.mark)
-        self.losses.append(loss.item())
-
-    def row(self, baseline):
-        """Its Row, from the rounds in which both it and the baseline had their turn."""
-        variant, counts = self.variant, self.counts
-        rounds = min(len(self.losses), len(baseline.losses))
-        if self.reason or not rounds:
-            return not_measured(variant, self.reason or INTERRUPTED)
-        fusion, phases = variant.settings.fusion, self.timer.seconds()[:rounds]
-        steps, before = phases.sum(axis=1), baseline.timer.seconds()[:rounds].sum(axis=1)
-        p20, median, p80 = quantiles(steps)
-        forward, backward, optimizer = ([None] * 3 if fusion.enable_cuda_graphs
-                                        else np.median(phases, axis=0).tolist())
-        gain = Gain(1.0) if self is baseline else gain_of_rounds(before / steps)
-        return Row(
-            variant.name, asdict(fusion), not_used=list(variant.not_used), uncounted=counts.uncounted,
-            step_times=steps.tolist(), baseline_step_times=before.tolist(), median_batch_time=median,
-            p20_batch_time=p20, p80_batch_time=p80, baseline_batch_time=float(np.median(before)),
-            median_forward_time=forward, median_backward_time=backward, median_optimizer_time=optimizer,
-            first_step_time=self.first_step_time,
-            samples_per_second=variant.settings.training.batch_size / median, **gain.as_dict(),
-            batch_time_reduction_percent=100 * (1 - 1 / gain.factor), peak_memory_mb=self.peak,
-            saved_activation_mb=counts.saved_mb, launches_per_step=counts.launches,
-            flops_per_step=counts.flops, achieved_tflops=counts.flops / median / 1e12,
-            first_loss=self.losses[0], final_loss=self.losses[rounds - 1])
+def candidate_of(program, variant, device):
+    make = partial(program.trainer, program, variant.settings, device)
+    return Candidate(variant.name, make, variant.reason, probe)
 
 
-def alternate(candidates, supply, rounds, request, note=lambda text: None):
-    """Timed steps of all candidates in turn, each round beginning with another one. note(text) hears at times
-    how long it will take. Returns in words how it ended."""
-    began = told = time.monotonic()
-    for number in itertools.count():
-        alive = [candidate for candidate in candidates if not candidate.reason]
-        first = number % max(1, len(alive))
-        for candidate in alive[first:] + alive[:first]:
-            if request.signal:
-                return f"interrupted after {counted(number, 'round')}"
-            with reasons(candidate):
-                candidate.take_turn(number, supply[number % len(supply)])
-            if candidate.reason:
-                release()
-        if number + 1 == (rounds or ROUNDS):
-            return counted(number + 1, "round")
-        took = time.monotonic() - began
-        if rounds is None and number + 1 >= FEWEST and took > SECONDS:
-            return f"{number + 1} rounds in {took:.0f} s"
-        if began + took - told > TELL:
-            told, each = began + took, took / (number + 1)
-            left = each * ((rounds or ROUNDS) - number - 1)
-            if rounds is None:
-                left = min(left, max(SECONDS - took, each * (FEWEST - number - 1)))
-            note(f"{counted(number + 1, 'round')} done, {time_left(left)}")
-
-
-def candidates_of(program, variants, device, batch, note):
-    """The variants that share this process, the baseline first, each counted."""
-    candidates = [Candidate(variant) for variant in variants]
-    wanted = [candidate for candidate in candidates if not candidate.reason]
-    for number, candidate in enumerate(wanted, 1):
-        note(f"counting memory and launches of {candidate.name}, {number} of {len(wanted)}")
-        with reasons(candidate):
-            candidate.count(program, device, batch)
-        release()
-    return candidates
+def row_of(variant, candidate, baseline):
+    """The Row of a variant, from the rounds in which both its candidate and the baseline's had their turn."""
+    counts, rounds = candidate.counts, min(len(candidate.losses), len(baseline.losses))
+    if candidate.reason or not rounds:
+        return not_measured(variant, candidate.reason or INTERRUPTED)
+    fusion, phases = variant.settings.fusion, candidate.timer.seconds()[:rounds]
+    steps, before = phases.sum(axis=1), baseline.timer.seconds()[:rounds].sum(axis=1)
+    p20, median, p80 = quantiles(steps)
+    forward, backward, optimizer = ([None] * 3 if fusion.enable_cuda_graphs
+                                    else np.median(phases, axis=0).tolist())
+    gain = Gain(1.0) if candidate is baseline else gain_of_rounds(before / steps)
+    return Row(
+        variant.name, asdict(fusion), not_used=list(variant.not_used), uncounted=counts.uncounted,
+        step_times=steps.tolist(), baseline_step_times=before.tolist(), median_batch_time=median,
+        p20_batch_time=p20, p80_batch_time=p80, baseline_batch_time=float(np.median(before)),
+        median_forward_time=forward, median_backward_time=backward, median_optimizer_time=optimizer,
+        first_step_time=candidate.first_step_time,
+        samples_per_second=variant.settings.training.batch_size / median, **gain.as_dict(),
+        batch_time_reduction_percent=100 * (1 - 1 / gain.factor), peak_memory_mb=candidate.peak,
+        saved_activation_mb=counts.saved_mb, launches_per_step=counts.launches,
+        flops_per_step=counts.flops, achieved_tflops=counts.flops / median / 1e12,
+        first_loss=candidate.losses[0], final_loss=candidate.losses[rounds - 1])
 
 
 def compare_apart(program, words, directory, request, seconds=math.inf, patience=0):
@@ -313,23 +210,25 @@ def why(code, text, name):
 
 def compare(program: Program, settings: Settings, names: str | Sequence[str] | None = None,
             rounds: int | None = None, show: Callable[[Comparison], object] = lambda comparison: None,
-            note: Callable[[str], object] = lambda text: None,
-            stop: StopRequest | None = None) -> Comparison:
+            note: Callable[[str], object] = lambda text: None, stop: StopRequest | None = None,
+            begin: Callable[[torch.device], object] = lambda device: None) -> Comparison:
     """Measure variants by name (variants.py; None: the usual ones) and return a Comparison. show(comparison)
     is called whenever more of its rows are known, note(text) hears what goes on. rounds: so many; None: what
     ends first of ROUNDS and SECONDS. stop: a StopRequest, entered for the rounds: once it is asked, what is
-    known is all there will be. Raises UserError."""
+    known is all there will be. begin(device) comes when nothing can be refused any more. Raises UserError."""
     device = choose_device(settings.training.device)
     process_settings(settings, device)
     variants = make_variants(settings, names, device.type == "cuda")
     wanted = [variant for variant in variants if not variant.reason]
     require_memory(program, device, *(variant.settings for variant in variants))
+    begin(device)
     apart = [variant for variant in wanted if variant.compiles and len(wanted) > 2]
     together = [variant for variant in variants if variant not in apart]
     found = Comparison(about(program, settings, device), [variant.name for variant in (*together, *apart)])
     source = program.data(settings)
     supply = [to_device(source.batch(i), device) for i in range(min(rounds or ROUNDS, MOST_BATCHES))]
-    candidates = candidates_of(program, together, device, supply[0], note)
+    candidates = [candidate_of(program, variant, device) for variant in together]
+    warm_up(candidates, supply[0], device, note)
 
     def tell():
         for row in found.rows:
@@ -340,7 +239,9 @@ def compare(program: Program, settings: Settings, names: str | Sequence[str] | N
         limit = "" if rounds else f", or {SECONDS:g} s of them"
         note(f"{rounds or ROUNDS} rounds{limit}, in which each takes a step")
         found.ended = alternate(candidates, supply, rounds, request, note)
-        found.rows = [candidate.row(candidates[0]) for candidate in candidates]
+        found.rows = [row_of(variant, candidate, candidates[0])
+                      for variant, candidate in zip(together, candidates, strict=True)]
+        found.about["training_params"]["num_steps"] = len(found.rows[0].step_times)  # those that ran
         candidates.clear()  # the memory is for other processes
         release()
         tell()

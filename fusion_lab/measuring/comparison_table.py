@@ -1,16 +1,15 @@
 """--compare-fusion: a comparison on paper. One table, which can be pasted as Markdown, then what it says in
 words, then four headline figures."""
-import os
 import sys
 import time
 
 import torch
 
 from fusion_lab.measuring.compare import compare
-from fusion_lab.measuring.tables import cell
-from fusion_lab.measuring.variants import BASELINE, FUSED, ONLY, make_variants, with_fusion
-from fusion_lab.training.files import StopRequest, counted, printable, write_json
-from fusion_lab.training.machine import choose_device, require_memory
+from fusion_lab.measuring.tables import cell, markdown
+from fusion_lab.measuring.variants import BASELINE, FUSED, with_fusion
+from fusion_lab.training.directory import RunDirectory
+from fusion_lab.training.files import StopRequest, counted
 from fusion_lab.training.reporting import busy_line, command_of, print_result
 
 COLUMNS = {"variant": 8, "step ms (p20, p80)": 26, "samples/s": 9, "speed-up (95%)": 18,  # least widths
@@ -20,8 +19,7 @@ COLUMNS = {"variant": 8, "step ms (p20, p80)": 26, "samples/s": 9, "speed-up (95
 def cells(row):
     """A row of the table."""
     if not row.measured:
-        reason = printable(row.reason).replace("|", "\\|")
-        return [row.name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)]
+        return [row.name, f"not measured: {row.reason}"]
     times = [1e3 * seconds for seconds in (row.median_batch_time, row.p20_batch_time, row.p80_batch_time)]
     few = f" ({counted(len(row.step_times), 'round')})" if row.speedup_low is None else ""
     if (row.median_batch_time < row.baseline_batch_time) != (row.speedup > 1):
@@ -42,46 +40,23 @@ def figure(value, form, saved):
 
 def table(rows, names=()):
     """Lines of a Markdown table; names: of rows that are still to come, so that the columns stay."""
-    body = [[*COLUMNS], *map(cells, rows)]
-    widths = [max(least, *(len(line[i]) for line in body if line[-1]))
-              for i, least in enumerate(COLUMNS.values())]
-    widths[0] = max(widths[0], *map(len, names), *(len(row.name) for row in rows))
-    lines = ["| " + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) + " |"
-             for line in body]
-    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+    first, *others = COLUMNS.values()
+    return markdown([[*COLUMNS], *map(cells, rows)], [max(first, 0, *map(len, names)), *others])
 
 
 def in_words(rows):
-    """What the table says, in sentences."""
-    baseline, others = rows[0], [row for row in rows[1:] if row.measured]
+    """What the table says of speed, in sentences."""
+    others = [row for row in rows[1:] if row.measured]
     if not others:
         return ["Nothing but the baseline was measured."]
     if all(row.speedup_low is None for row in others):
         return ["There were too few rounds to say what is faster than the baseline."]
-    faster = [row for row in others if row.gain.decided and row.speedup > 1]
-    if faster:
-        best = max(faster, key=lambda row: row.speedup)
-        memory = "" if best.peak_memory_mb is None else (
-            f" and {best.peak_memory_mb:.0f} instead of {baseline.peak_memory_mb:.0f} MB of memory")
-        after, before = 1e3 * best.median_batch_time, 1e3 * best.baseline_batch_time
-        lines = [f"The fastest setting here is {best.name}: {best.speedup:.2f} times as fast as the baseline "
-                 f"(95% interval {best.speedup_low:.2f} to {best.speedup_high:.2f}), "
-                 f"{after:.2f} instead of {before:.2f} ms a step{memory}."]
-    else:
-        lines = ["No setting here is faster than the baseline beyond noise."]
-    single = [row for row in others if row.name.startswith(ONLY)]
-
-    def named(rows):
-        return ", ".join(f"{row.name.removeprefix(ONLY)} ({row.speedup:.2f}x)" for row in rows)
-
-    if slower := named(row for row in others if row.gain.decided and row.speedup < 1):
+    sure = sorted((row for row in others if row.gain.decided), key=lambda row: -row.speedup)
+    lines = ["No setting here is faster than the baseline beyond noise."]
+    if sure and sure[0].speedup > 1:
+        lines = [f"The fastest setting here is {sure[0].name}: {sure[0].gain.in_words()}."]
+    if slower := ", ".join(f"{row.name} ({row.speedup:.2f}x)" for row in sure if row.speedup < 1):
         lines.append(f"Slower than the baseline: {slower}.")
-    if single:
-        pays = named(row for row in single if row in faster) or "none"
-        even = named(row for row in single if row.speedup_low is not None and not row.gain.decided)
-        lines.append(f"Single fusions that pay here: {pays}." + (f" Within noise: {even}." if even else ""))
-        lines.append("A single fusion can save at most the time of the sub-layers that it changes, which the "
-                     "report of run_pytorch_profiler.sh names.")
     return lines
 
 
@@ -161,25 +136,23 @@ class Notes:
 def compare_fusion(program, settings, names=None, rounds=None):
     """--compare-fusion: print rows and write fusion_comparison_*.json as they become known; exit code 0, or
     that of the signal that ended it early."""
-    device = choose_device(settings.training.device)
-    variants = make_variants(settings, names, device.type == "cuda")
-    require_memory(program, device, *(variant.settings for variant in variants))
-    settings.claim_directory()  # after these: what is refused moves no earlier results
-    path = os.path.join(settings.profiler.profile_dir, program.result("fusion_comparison"))
-    printed = 0
-    print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)}", flush=True)
-    if busy := busy_line(device):
-        print(busy, flush=True)
+    directory, path, printed = RunDirectory(program, settings), None, 0
+
+    def begin(device):
+        directory.claim()  # now, because what is refused moves no earlier results
+        print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)}", flush=True)
+        if busy := busy_line(device):
+            print(busy, flush=True)
 
     def show(found):
-        nonlocal printed
+        nonlocal path, printed
         if found.rows[0].measured:
             lines = table(found.rows, found.names)
             print("\n".join(lines[printed:]), flush=True)
             printed = len(lines)
-            write_json(path, found.as_dict())
+            path = directory.write("fusion_comparison", found.as_dict())
 
-    found = compare(program, settings, names, rounds, show, Notes(), stop := StopRequest())
+    found = compare(program, settings, names, rounds, show, Notes(), stop := StopRequest(), begin)
     rows = [dict(name=row.name, speedup=row.speedup) for row in found.rows if row.measured]
     if not rows:
         print("Interrupted before the first round: no figures")

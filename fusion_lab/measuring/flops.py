@@ -1,10 +1,10 @@
 """FLOPs and bytes of a step: the one count that rooflines, comparisons and summaries have.
 
-A step is watched on meta tensors, which have sizes and no values. They take a CPU's path: where kernels of
-a GPU take another order of sums, that of plain PyTorch counts.
+A step is watched on meta tensors, which have sizes and no values. What is computed again in backward does
+not count: these FLOPs say what a step has to do, and so do MFU and rooflines that are made of them.
 """
 import contextlib
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -67,13 +67,15 @@ def counted(model, batch, mode, counting):
     return counter.total, sums.sums
 
 
-def flops_by_sublayer(program, settings, batch=None, counting=FlopCounter):
-    """{sub-layer or REST: FLOPs of one step}, forward and backward of all blocks, as these settings compute
-    it eagerly: what is computed again in backward counts again. batch: by default the program's first.
-    counting: Traffic counts bytes instead, in float32."""
+def flops_by_sublayer(program, settings, on_gpu, batch=None, counting=FlopCounter):
+    """{sub-layer or REST: FLOPs of one step}, forward and backward of all blocks, in the order of sums that
+    these settings have on a GPU or elsewhere. batch: by default the program's first. counting: Traffic counts
+    bytes instead, in float32."""
     batch = program.data(settings).batch(0) if batch is None else batch
+    once = {f.name: False for f in fields(settings.fusion) if f.metadata["recomputes"]}
     with torch.random.fork_rng([]):
-        model = program.model(settings.model, replace(settings.fusion, **EAGER)).to("meta")
+        model = program.model(settings.model, replace(settings.fusion, **EAGER, **once)).to("meta")
+        model.count_as(settings.training, on_gpu)
         try:
             on_meta = {name: value.to("meta") for name, value in batch.items()}
             total, sums = counted(model, on_meta, contextlib.nullcontext(), counting)

@@ -3,9 +3,11 @@ and, where matplotlib is installed, as a picture."""
 import importlib.util
 import json
 import os
+from array import array
 
 import torch
 
+from fusion_lab.measuring.clocks import MOST_PENDING
 from fusion_lab.measuring.plotting import drawn
 from fusion_lab.training.files import UserError, finite, unwritten, write_text
 
@@ -18,7 +20,8 @@ class Metrics:
 
     def __init__(self, trainer):
         self.path = os.path.join(trainer.settings.profiler.profile_dir, METRICS)
-        self.pending, self.by_step = [], {}  # by_step: {step or "final": Evaluation}
+        self.pending, self.losses = [], array("d")  # of steps that are on the device, and of all others
+        self.by_step = {}  # {step or "final": Evaluation}
         self.writes = trainer.world.first
         if self.writes and os.path.exists(self.path):
             self.go_on(trainer)
@@ -34,6 +37,8 @@ class Metrics:
         rate = trainer.optimizer.param_groups[0]["lr"]
         rate = rate.clone() if isinstance(rate, torch.Tensor) else rate  # a graph's tensor changes in place
         self.pending.append((number, loss, trainer.gradient_norm.clone(), rate))
+        if len(self.pending) == MOST_PENDING:
+            self.flush()
 
     def evaluation(self, number, found, final=False):
         """An Evaluation after step number."""
@@ -41,9 +46,12 @@ class Metrics:
         self.flush([dict(step=number, evaluation=found.scores)])
 
     def flush(self, more=()):
-        """Write what has come since the last time."""
-        lines = [dict(step=number, loss=float(loss), learning_rate=float(rate), gradient_norm=float(norm))
-                 for number, loss, norm, rate in self.pending]
+        """Read what has come since the last time, all at once, and write it."""
+        numbers, *values, rates = zip(*self.pending, strict=True) if self.pending else ((), (), (), ())
+        losses, norms = (torch.stack(each).tolist() if each else [] for each in values)
+        lines = [dict(step=number, loss=loss, learning_rate=float(rate), gradient_norm=norm)
+                 for number, loss, norm, rate in zip(numbers, losses, norms, rates, strict=True)]
+        self.losses.extend(losses)
         self.pending = []
         if not self.writes:
             return

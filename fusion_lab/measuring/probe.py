@@ -38,7 +38,7 @@ def probe(trainer, batch, count_launches=True):
     """Findings about one step, after one that allocates what stays, compiles and captures. On a CPU, where no
     compiled code hides them, every operation of a step is counted."""
     model, on_gpu = trainer.model, trainer.device.type == "cuda"
-    found = Findings({}, sum(flops_by_sublayer(trainer.program, trainer.settings, batch).values()))
+    found = Findings({}, sum(flops_by_sublayer(trainer.program, trainer.settings, on_gpu, batch).values()))
     trainer.step(batch)
     if not on_gpu and not trainer.settings.fusion.enable_torch_compile:
         count_a_step(trainer, batch, found)
@@ -50,7 +50,9 @@ def probe(trainer, batch, count_launches=True):
                            "and their memory")
     if on_gpu and trainer.graph:
         found.peak, found.graph_kernels = trainer.graph.peak, trainer.graph.kernels
-    if on_gpu and count_launches:
+    if on_gpu and not count_launches:
+        found.uncounted = "left to the outer profiler of --enable-rocm-profiling"
+    elif on_gpu:
         recorded = len(gpu_kernels(lambda: trainer.step(batch)))
         found.launches = recorded if recorded >= (found.graph_kernels or 1) else None
         if found.launches is None:
@@ -87,7 +89,8 @@ def launches_by_range(trainer, batch):
 
 
 def warm_up(trainer, source, stop=None):
-    """Untimed steps until a signal, then the probe; everything is restored afterwards. Returns Findings."""
+    """Untimed steps until a signal, then the probe; everything is restored afterwards, and peak memory begins
+    anew. Returns Findings."""
     world, times = trainer.world, []
     batch = to_device(source.part(trainer.step_number, world.rank, world.size), trainer.device)
     compiling = trainer.settings.fusion.enable_torch_compile
@@ -102,10 +105,13 @@ def warm_up(trainer, source, stop=None):
             started = time.perf_counter()
             trainer.step(batch).item()
             times.append(time.perf_counter() - started)
-        # an outer profiler cannot share the GPU with the one that counts launches
-        found = probe(trainer, batch, not trainer.settings.profiler.enable_rocm_profiling)
+        # An outer profiler cannot share the GPU with torch's, which counts launches, and which may run anyway
+        config = trainer.settings.profiler
+        outer = config.enable_rocm_profiling and not config.enable_pytorch_profiler
+        found = probe(trainer, batch, count_launches=not outer)
     if found.uncounted:
         print(f"Launches of a step: {found.uncounted}")
+    begin_peak(trainer.device)
     return replace(found, warmup_time=sum(times), first_step_time=times[0] if times else None)
 
 
@@ -117,6 +123,13 @@ def peak_megabytes(device, found):
     return peak / MEGABYTE if peak is not None else None
 
 
+def begin_peak(device):
+    """The allocator's peak on a GPU is of what runs from here on."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 @contextlib.contextmanager
 def unmeasured_memory(device, found):
     """What runs within does not count in the peak memory of the measured steps."""
@@ -125,6 +138,4 @@ def unmeasured_memory(device, found):
     try:
         yield
     finally:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
+        begin_peak(device)

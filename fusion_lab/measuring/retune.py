@@ -1,11 +1,11 @@
 """--retune: the tile sizes of this project's Triton kernels, measured for a program's sizes on this GPU."""
-import os
 from dataclasses import replace
 
 from evoformer_kernels.limits import HAS_TRITON
+from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import MISSING, NO_GPU, UserError, write_json
-from fusion_lab.training.machine import choose_device, process_settings
+from fusion_lab.training.files import MISSING, NO_GPU, UserError
+from fusion_lab.training.machine import choose_device, process_settings, require_memory
 from fusion_lab.training.reporting import print_result
 
 SWITCH = "enable_triton_"  # how fields of kernels begin
@@ -27,6 +27,8 @@ def retune(program, settings):
         raise UserError("--retune needs a GPU", code=NO_GPU)
     if not HAS_TRITON:
         raise UserError("--retune needs Triton: pip install triton", code=MISSING)
+    require_memory(program, device, settings)
+    directory = RunDirectory(program, settings).claim()  # now: what is refused moves no earlier results
     from evoformer_kernels import tuner
     cache = tuner.cache_file()
     try:
@@ -45,9 +47,8 @@ def retune(program, settings):
                         "(docs/kernels.md)")
     for kernel, chosen in sorted(found.items()):
         print(f"{kernel:44s} {', '.join(f'{key} {value}' for key, value in chosen.items())}")
-    path = os.path.join(settings.profiler.profile_dir, program.result("tiles"))
     headline = dict(mode="retune", kernels=len(found))
-    write_json(path, dict(headline, gpu=tuner.gpu(), tiles=found, cache=str(cache)))
+    path = directory.write("tiles", dict(headline, gpu=tuner.gpu(), tiles=found, cache=str(cache)))
     print(f"Kept in {cache}")
     print_result(headline, path, settings)
     return 0

@@ -89,15 +89,15 @@ def flops_share(program, flops):
     return {name: flops[name] / total for name in program.model.SUBLAYERS}
 
 
-def roofline_table(program, settings, ceilings, seconds):
+def roofline_table(program, settings, on_gpu, ceilings, seconds):
     """Rows by sub-layer, forward and backward of all blocks in one step; seconds: {sub-layer: measured}.
     share is the longer of the times at both ceilings over the measured one; note, where there is one, says
     why a row has no bound. baseline_bytes: what the baseline's operations move."""
     with torch.device("meta"):
         costs = program.model(settings.model, settings.fusion).costs(settings.training)
     batch, rows = program.data(settings).batch(0), []
-    flops = flops_by_sublayer(program, settings, batch)
-    unfused = flops_by_sublayer(program, with_fusion(settings, settings.fusion.preset(False)), batch, Traffic)
+    flops, baseline = flops_by_sublayer(program, settings, on_gpu, batch), settings.fusion.preset(False)
+    unfused = flops_by_sublayer(program, with_fusion(settings, baseline), on_gpu, batch, Traffic)
     scale = 0.5 if settings.training.use_amp else 1  # it was counted in float32
     for name in program.model.SUBLAYERS:
         moved, measured = total_bytes(costs.get(name)), seconds.get(name)

@@ -1,6 +1,5 @@
 """The summary of a training run, and its comparison with an earlier one."""
 import math
-import os
 import statistics
 import sys
 from datetime import datetime, timezone
@@ -11,9 +10,9 @@ from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.gains import KEYS, gain_over_earlier
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.roofline import dtype_name, matmul_ceiling
-from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.checkpoints import own_random_numbers
-from fusion_lab.training.files import FAILED, UserError, finite, printable, read_json, write_json
+from fusion_lab.training.directory import RunDirectory
+from fusion_lab.training.files import FAILED, UserError, printable, read_json
 from fusion_lab.training.machine import amp_dtype, system_info
 from fusion_lab.training.reporting import print_result
 
@@ -91,13 +90,12 @@ def print_summary(trainer, result, path):
     figures = result["performance_summary"]
     if sys.stdout.isatty():
         memory = figures["peak_memory_mb"]
-        rows = [("peak memory", "not measured" if memory is None else f"{memory:.1f} MB")]
         if figures["median_batch_time"] is not None:
-            rows = [("loss", f"{figures['first_loss']:.4f} -> {figures['final_loss']:.4f}"),
-                    ("step", "{:.2f} ms (p20 {:.2f}, p80 {:.2f})".format(
-                        *(1e3 * figures[f"{q}_batch_time"] for q in ("median", "p20", "p80")))),
-                    ("speed", f"{figures['avg_training_speed']:.1f} samples/s"), *rows]
-        print("\n".join(f"   {line}" for line in aligned(rows)))
+            times = (1e3 * figures[f"{q}_batch_time"] for q in ("median", "p20", "p80"))
+            print(f"   loss         {figures['first_loss']:.4f} -> {figures['final_loss']:.4f}",
+                  "   step         {:.2f} ms (p20 {:.2f}, p80 {:.2f})".format(*times),
+                  f"   speed        {figures['avg_training_speed']:.1f} samples/s", sep="\n")
+        print(f"   peak memory  {'not measured' if memory is None else f'{memory:.1f} MB'}")
     headline = dict(version=result["version"], performance_summary={key: figures[key] for key in HEADLINES})
     print_result(headline, path, trainer.settings)
 
@@ -132,11 +130,9 @@ def rates(figures):
 
 
 def write(trainer, result):
-    """Write a summary into the run's directory, of several ranks the first; returns its path."""
-    path = os.path.join(trainer.settings.profiler.profile_dir, trainer.program.result("performance_summary"))
-    if trainer.world.first:
-        write_json(path, finite(result))
-    return path
+    """Write a summary into the run's directory, of several ranks the first; returns its path, or None."""
+    directory, kind = RunDirectory(trainer.program, trainer.settings), "performance_summary"
+    return directory.write(kind, result) if trainer.world.first else None
 
 
 def completed(result, evaluations, earlier):

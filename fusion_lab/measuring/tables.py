@@ -1,24 +1,19 @@
-"""Rows of cells as text and as markdown."""
+"""Rows of cells as a table, and what stands in cells."""
 import re
 
 from fusion_lab.training.files import printable
 
 
-def aligned(rows):
-    """Rows of cells, the header first, as text in columns of equal width; a short row may overhang."""
-    full = [row for row in rows if len(row) == len(rows[0])]
-    widths = [max(len(row[i]) for row in full) for i in range(len(rows[0]))]
-    widths[0] = max(len(row[0]) for row in rows)
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
-            for row in rows]
-
-
-def markdown(rows):
-    """The same rows as lines of a markdown table, whatever is in the cells."""
-    width = len(rows[0])
-    lines = ["| " + " | ".join(printable(cell).replace("|", "\\|") for cell in
-                               [*row, *[""] * (width - len(row))]) + " |" for row in rows]
-    return [lines[0], "|" + "---|" * width, *lines[1:]]
+def markdown(rows, least=()):
+    """Rows of cells, the header first, as lines of a Markdown table with columns of equal width, whatever is
+    in the cells. The last cell of a short row may overhang. least: widths, where more rows are to come."""
+    rows = [[printable(cell).replace("|", "\\|") for cell in row] for row in rows]
+    count = len(rows[0])
+    widths = [max([*least[i:i + 1], *(len(row[i]) for row in rows if len(row) == count or i < len(row) - 1)])
+              for i in range(count)]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(
+        [*row, *[""] * (count - len(row))], widths, strict=True)) + " |" for row in rows]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
 def code(text, longest=90):

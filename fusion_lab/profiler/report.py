@@ -49,7 +49,10 @@ def switch_rows(program, analysis):
     more than their time. Where a block is compiled whole their time is not known, so there is no row."""
     rows, shares = [["switch", "changes", "share", "at most"]], shares_of_sublayers(analysis)
     for field in fields(program.fusion_config):
-        changed = [name for name in program.model.SUBLAYERS if name.startswith(field.metadata["acts_on"])]
+        parts = [each.partition(" with ") for each in field.metadata["acts_on"]]
+        prefixes = tuple(prefix for prefix, _, needed in parts
+                         if not needed or analysis["fusion_config"].get(f"enable_{needed}"))
+        changed = [name for name in program.model.SUBLAYERS if name.startswith(prefixes)]
         share = sum(shares.get(name, 0.0) for name in changed)
         if share:
             rows.append([spelled(field.name), ", ".join(changed), cell(share, ".1f", 100, "%"),
@@ -63,11 +66,6 @@ def kernel_rows(analysis):
     rows += [[code(e["name"]), cell(e["calls"], ".0f"), cell(e["share"], ".1f", 100, "%"), e["kind"],
               cell(e["launches"], ".0f")] for e in analysis["kernels"][:TOP]]
     return rows if analysis["unit"] == "kernel" else [row[:3] for row in rows]
-
-
-def sizes_text(program, settings):
-    """"B 4, S 64, N 16" """
-    return ", ".join(f"{letter} {settings.get(axis)}" for axis, letter in program.axes.items())
 
 
 def machine_line(result):
@@ -84,7 +82,7 @@ def run_lines(program, settings, analysis):
                       if name not in program.axes)
     on = [name.removeprefix("enable_") for name, value in analysis["fusion_config"].items() if value is True]
     return [f"{machine_line(analysis)}.",
-            f"{program.name}: {sizes_text(program, settings)}; {sizes}; on: {', '.join(on) or 'nothing'}.",
+            f"{program.name}: {program.sample(settings)}; {sizes}; on: {', '.join(on) or 'nothing'}.",
             "",
             f"A step takes **{step['untraced_ms']:.2f} ms** (median of {len(step['step_times'])}; p20 "
             f"{step['p20_ms']:.2f}, p80 {step['p80_ms']:.2f}). Launches: "

@@ -5,10 +5,11 @@ import os
 from collections import Counter
 
 from fusion_lab.measuring.analysis import ANALYSIS
-from fusion_lab.measuring.compare import compare, release
+from fusion_lab.measuring.bench import release
+from fusion_lab.measuring.compare import compare
 from fusion_lab.measuring.comparison_table import Notes, below, table, to_copy
 from fusion_lab.measuring.roofline import measure_ceilings, roofline_rows, roofline_table
-from fusion_lab.measuring.tables import aligned
+from fusion_lab.measuring.tables import markdown
 from fusion_lab.measuring.trace import TraceAnalysis, read_trace
 from fusion_lab.measuring.variants import (
     BASELINE,
@@ -27,7 +28,6 @@ from fusion_lab.profiler.report import (
     comparison_lines,
     machine_line,
     report_lines,
-    sizes_text,
     write_lines,
 )
 from fusion_lab.training.files import FAILED, StopRequest, UserError, finite, read_json, write_json
@@ -50,11 +50,13 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
                         code or FAILED)
     analysis = read_json(path)
     if roofline and not code:
-        ceilings = measure_ceilings(choose_device(settings.training.device), settings.training)
+        device = choose_device(settings.training.device)
+        ceilings = measure_ceilings(device, settings.training)
         measured = Counter()
         for e in analysis["sublayers"]:
             measured[e["name"]] += e["total_us"] / 1e6
-        analysis.update(ceilings=ceilings, roofline=roofline_table(program, settings, ceilings, measured))
+        analysis.update(ceilings=ceilings, roofline=roofline_table(program, settings, device.type == "cuda",
+                                                                   ceilings, measured))
     if earlier:
         analysis["compared_with"] = compare_sessions(earlier[1], analysis, earlier[0])
     trace = TraceAnalysis(read_trace(os.path.join(directory, analysis["trace"])), program.model.SUBLAYERS)
@@ -73,7 +75,7 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
 def print_session(analysis, directory, pictures):
     """What a session says on the terminal, the findings last."""
     if "roofline" in analysis:
-        print("\n".join(aligned(roofline_rows(analysis["roofline"]))))
+        print("\n".join(markdown(roofline_rows(analysis["roofline"]))))
     if "compared_with" in analysis:
         print("\n".join(comparison_lines(analysis["compared_with"])))
     print(f"Results in {directory}: {', '.join([REPORT, ANALYSIS, analysis['trace'], *pictures])}")
@@ -110,7 +112,7 @@ def ablation(program, settings, directory, names, rounds, **options):
     last = to_copy(program, settings, found.rows)
     lines, result = [*table(found.rows), "", *below(found), "", *last], save(found)
     print("\n".join(lines))
-    about = f"{machine_line(result)}, {sizes_text(program, settings)}."
+    about = f"{machine_line(result)}, {program.sample(settings)}."
     write_lines(f"{path}.md", ["# Ablation", "", about, "", *lines])
     write_ablation_plot(f"{path}.png", result["variants"])
     for name in [row.name for row in found.rows if row.measured]:

@@ -1,41 +1,38 @@
-"""How speed and memory of each fusion setting change with a model's sizes.
+"""A performance study, which launch_performance_study.sh starts: a loop of comparisons over sizes and runs.
 
-The work behind launch_performance_study.sh: the order of things. Reading order: design (what is measured),
-arguments (how it is asked for), run (how it is measured and what is kept of it), summary (what that says),
-plots and page (how it looks).
+arguments.py says what is measured, and report.py what comes of it. A study's directory keeps config.json, and
+results.jsonl with a line for every point that has ended: its run and sizes, `ok`, `reason` (why it failed),
+`seconds`, `system_info`, and `rows`, those of its comparison as --compare-fusion wrote them.
 """
 from fusion_lab.training import files
 
 files.quiet(__name__, "torch", "numpy", "tqdm")
 
+import json
 import os
+import pathlib
 import shlex
+import shutil
+import statistics
 import sys
+import time
+from dataclasses import asdict
 
-from fusion_lab.measuring.plotting import require_matplotlib, spared
-from fusion_lab.measuring.tables import aligned, cell
-from fusion_lab.measuring.variants import BASELINE
+from fusion_lab.measuring.compare import compare_apart
+from fusion_lab.measuring.plotting import drawn, require_matplotlib
+from fusion_lab.measuring.tables import markdown
+from fusion_lab.study import report
 from fusion_lab.study.arguments import SCRIPT, own_part, parse
-from fusion_lab.study.page import page
-from fusion_lab.study.plots import draw
-from fusion_lab.study.run import (
-    open_directory,
-    read_config,
-    read_lines,
-    require_same_study,
-    run_points,
-    time_left,
-    unfinished,
-)
-from fusion_lab.study.summary import as_csv, findings, gain_of, summarise
 from fusion_lab.training import torchrun
 from fusion_lab.training.files import (
     FAILED,
     OK,
     StopRequest,
     UserError,
+    claim,
     counted,
     exit_code,
+    read_json,
     write_json,
     write_text,
 )
@@ -43,9 +40,68 @@ from fusion_lab.training.flags import named_program
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.program import load_program
 
+KEYS = {"run", "ok", "reason", "seconds", "system_info", "rows"}  # of a line
 
-def dry_run(program, options, study):
-    lines, name = {}, options.study_name
+
+def read_lines(directory, study):
+    """{(run, label): line} of the points that have ended, without a last one that a kill cut short. Raises
+    UserError for a line that is not the result of a point."""
+    path, found = pathlib.Path(directory, "results.jsonl"), {}
+    texts = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+            timed = [row for row in line["rows"] if row["name"] and "median_batch_time" in row]
+            if not KEYS <= line.keys() or not all("speedup" in row for row in timed):
+                raise ValueError
+            found[line["run"], study.label(line)] = line
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            if number < len(texts):
+                raise UserError(f"{path}: line {number} is not the result of a point; mend or delete it"
+                                ) from None
+    return found
+
+
+def open_directory(name, study, command):
+    """Make the study's directory, or find the one to go on in, and hold it; returns (path, dict(command,
+    created)). Raises UserError."""
+    path = os.path.abspath(name or time.strftime("performance_study_%Y%m%d_%H%M%S"))
+    claim(path, resumed=name is not None, flag="--study-name")
+    how = dict(command=shlex.join(command), created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    if os.path.exists(os.path.join(path, "config.json")):
+        how["created"] = require_same_study(path, study)
+    elif os.listdir(path):
+        raise UserError(f"--study-name {name}: is not empty and holds no study")
+    write_json(os.path.join(path, "config.json"), dict(study=asdict(study), **how))
+    return path, how
+
+
+def require_same_study(directory, study):
+    """When the study in a directory was created. Raises UserError unless it is this one; but it may have
+    fewer runs."""
+    path = os.path.join(directory, "config.json")
+    content, now = read_json(path, "study's config"), asdict(study)
+    before = content.get("study")
+    if not isinstance(before, dict) or before.keys() != now.keys() or not isinstance(
+            content.get("created"), str) or not isinstance(before["num_runs"], int):
+        raise UserError(f"{path}: not the config of a study, or an earlier version's")
+    different = [f"{key} {before[key]} there, {value} now" for key, value in now.items()
+                 if before[key] != value and not (key == "num_runs" and value > before[key])]
+    if different:
+        raise UserError(f"{directory}: another study ({'; '.join(different)}); only --num-runs may differ, "
+                        "and only grow; choose another --study-name")
+    return content["created"]
+
+
+def unfinished(study, lines):
+    """The points that have yet to run, or to run again since they failed."""
+    return [(run, shape) for run, shape in study.points()
+            if not lines.get((run, study.label(shape)), {}).get("ok")]
+
+
+def dry_run(program, name, study):
+    """Print the commands of what has yet to run."""
+    lines = {}
     if name and os.path.exists(os.path.join(name, "config.json")):
         require_same_study(name, study)
         lines = read_lines(name, study)
@@ -56,6 +112,35 @@ def dry_run(program, options, study):
           f"{time_left(len(todo), lines)}")
 
 
+def run_points(program, study, directory, lines, timeout, stop):
+    """Run the unfinished points until stop.signal: a line in lines, on the disk and on the screen for each.
+    What was measured before a point failed counts."""
+    todo, count = unfinished(study, lines), len(study.points())
+    for done, (run, shape) in enumerate(todo, 1):
+        started = time.monotonic()
+        place = os.path.join(directory, "running")  # not in /tmp, which may be small
+        shutil.rmtree(place, ignore_errors=True)  # what a killed study left
+        result, reason = compare_apart(program, study.flags(shape), place, stop, timeout, patience=10)
+        shutil.rmtree(place, ignore_errors=True)
+        if stop.signal:
+            return
+        line = dict(shape, run=run, ok=reason is None, reason=reason, seconds=time.monotonic() - started,
+                    system_info=result.get("system_info"), rows=result.get("variants", []))
+        lines[run, study.label(shape)] = line
+        write_text(os.path.join(directory, "results.jsonl"),
+                   "".join(json.dumps(each, allow_nan=False) + "\n" for each in lines.values()))
+        left = len(todo) - done
+        print(f"[{count - left}/{count}] run {run} {study.label(shape)}: {reason or 'measured'} in "
+              f"{line['seconds']:.0f} s; {time_left(left, lines)}", flush=True)
+
+
+def time_left(count, lines):
+    """For so many points that have yet to run, by those that have."""
+    if not lines:
+        return "how long is known after the first point"
+    return files.time_left(count * statistics.fmean(line["seconds"] for line in lines.values()))
+
+
 def run_study(program, options, study, argv):
     """Run what has yet to run, and report it. Raises UserError after a signal, and if every point failed."""
     directory, how = open_directory(options.study_name, study, [SCRIPT, *argv])
@@ -64,7 +149,7 @@ def run_study(program, options, study, argv):
           flush=True)
     with StopRequest() as stop:
         run_points(program, study, directory, lines, options.timeout, stop)
-        if lines:  # pictures take seconds, for which nobody waits who has pressed Ctrl-C
+        if lines:  # a picture takes seconds, for which nobody waits who has pressed Ctrl-C
             summary = conclude(study, how, directory, lines, plots=not (options.no_plots or stop.signal))
     if stop.signal:
         raise UserError("interrupted; results so far are kept, the same --study-name continues",
@@ -74,33 +159,17 @@ def run_study(program, options, study, argv):
 
 
 def conclude(study, how, directory, lines, plots):
-    """Write and print what the lines say; returns the summary. Whatever fails, the figures are there."""
-    summary = summarise(study, lines)
-    place = os.path.join(directory, "report.html")
-    write_json(os.path.join(directory, "results_summary.json"), summary)
-    write_text(os.path.join(directory, "results.csv"), as_csv(summary))
-    write_text(place, page(study, summary, how, []))
-    if plots:
-        with spared("pictures in report.html"):
-            write_text(place, page(study, summary, how, draw(study, summary)))
-    print_table(study, summary)
-    print("", *findings(study, summary), f"\nReport: {place}", sep="\n", flush=True)
+    """Write and print what the lines say; returns the summary. The figures are there if the picture fails."""
+    summary, directory = report.summarise(study, lines), pathlib.Path(directory)
+    page, picture = directory / "report.html", directory / "speedups.png"
+    write_json(directory / "results_summary.json", summary)
+    write_text(directory / "results.csv", report.as_csv(summary))
+    write_text(page, report.page(study, summary, how))
+    if plots and drawn(str(picture), report.draw, study, summary, figsize=(8, 4.5)):
+        write_text(page, report.page(study, summary, how, picture.read_bytes()))
+    print("", *markdown(report.table(study, summary)), "", *report.findings(study, summary), "",
+          f"Report: {page}", sep="\n", flush=True)
     return summary
-
-
-def print_table(study, summary):
-    rows = [("shape", "setting", "runs", "step ms (runs)", "speed-up (95%)", "peak MB", "saved")]
-    for p in summary["points"]:
-        head = (study.label(p), p["setting"], str(p["n"]))
-        if not p["n"]:
-            rows.append((*head, p["reason"]))
-            continue
-        times, gain = p["run_medians_ms"].values(), gain_of(p) if p["setting"] != BASELINE else None
-        spread = f" ({min(times):.2f} to {max(times):.2f})" if len(times) > 1 else ""
-        rows.append((*head, f"{p['median_ms']:.2f}{spread}", str(gain or ""),
-                     cell(p["peak_memory_mb"], ".1f") or "n/a",
-                     cell(p["memory_reduction_percent"], ".1f", unit="%")))
-    print("", *aligned(rows), sep="\n")
 
 
 def run(argv):
@@ -111,18 +180,9 @@ def run(argv):
     if options.device not in ("auto", "cpu"):
         choose_device(options.device)
     if not (options.dry_run or options.no_plots):
-        try:
-            require_matplotlib()
-        except UserError as error:
-            raise UserError(f"{error}, or add --no-plots", error.code) from None
+        require_matplotlib()  # now, and not after hours
     if options.dry_run:
-        dry_run(program, options, study)
-    elif options.report_only:
-        study, how = read_config(options.study_name)
-        lines = read_lines(options.study_name, study)
-        if not lines:
-            raise UserError(f"--report-only: {options.study_name} has no finished point yet")
-        conclude(study, how, options.study_name, lines, not options.no_plots)
+        dry_run(program, options.study_name, study)
     else:
         run_study(program, options, study, argv)
     return OK

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.files import (
     FAILED,
     UserError,
@@ -100,7 +101,7 @@ def claim_outputs(trainer, resumed):
     except UserError as error:
         raise UserError(f"{error}; it was not overwritten") from None
     # Hold: no other run writes there from now on
-    trainer.settings.claim_directory(resumed)
+    RunDirectory(trainer.program, trainer.settings).claim(resumed)
     for path in earlier:
         claim_file(path)
     # Set aside what is no checkpoint of the run that goes on

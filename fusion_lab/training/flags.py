@@ -1,6 +1,7 @@
 """The command line of a program, made of its configs' fields. Needs no torch."""
 import argparse
 import difflib
+import importlib
 import os
 import re
 import shlex
@@ -9,15 +10,14 @@ from dataclasses import asdict, fields
 from functools import partial
 
 from fusion_lab import __version__
-from fusion_lab.measuring.variants import make_variants
 from fusion_lab.training import files, hints, torchrun
 from fusion_lab.training.files import EXIT_CODES
 from fusion_lab.training.options import ProfilerConfig, as_flag, flag
-from fusion_lab.training.program import CommandLine, Settings, load_program
+from fusion_lab.training.program import Program, Settings, load_program
 
 
 def judge(name, **known):
-    """A program's file calls this with its __name__ and its CommandLine, before it imports torch, which takes
+    """A program's file calls this with its __name__ and its names and configs, before torch, which takes
     seconds: where it is run, --help, --version and wrong flags end here, and Ctrl-C is one line."""
     if name != "__main__":
         return
@@ -27,22 +27,36 @@ def judge(name, **known):
     # and spares a third on a busy one.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-    program = CommandLine(**known)
+    program = Program(**known)
     argv = with_demo(sys.argv[1:], program)
     if code := files.exit_code(partial(check_early, program), argv, program.name):
         sys.exit(code)
 
 
+understood = []  # what judge() made of this process's command line
+
+
+def asked(argv, program):
+    """(Program, arguments, Settings, the mode's flag or None) that a command line asks for; None: that of
+    this process, which judge() has parsed, unless its flags are another program's."""
+    if argv is None and understood:
+        return program, *understood
+    argv = with_demo(sys.argv[1:] if argv is None else argv, program)
+    program = named_program(argv, program)
+    return program, *parse(make_parser(program), program, argv)
+
+
 def check_early(program, argv):
-    """Parse for the errors alone, those of torchrun's variables too; main() does it again."""
+    """Parse, and refuse what is wrong, torchrun's variables too."""
     if program_file(argv, program.name):
         return  # the flags are another program's, which needs torch to be known
     parser = make_parser(program)
-    arguments, settings, _ = parse(parser, program, argv)
+    understood[:] = arguments, settings, _ = parse(parser, program, argv)
     require_paths(parser, program, settings)
     if arguments.compare_with_v1 and not os.path.exists(arguments.compare_with_v1):
         parser.error(f"argument --compare-with-v1: {arguments.compare_with_v1}: no such file or directory")
     if arguments.variants is not None:
+        from fusion_lab.measuring.variants import make_variants
         make_variants(settings, arguments.variants, on_gpu=False)  # for its errors
     torchrun.place()
     files.require_packages(program.name, "torch", "numpy", "tqdm")
@@ -164,11 +178,35 @@ def add_flag(group, f, paired=False):
                        **shared)
 
 
-MODES = {"--validate-setup": "quick check of the chosen fusions on this machine: numerics, five steps",
-         "--verify-accuracy": "fused against baseline against float64: outputs and all gradients",
-         "--compare-fusion": "measure the baseline, each fusion alone, all of them, and compiled ones",
-         "--retune": "measure tile sizes of this project's Triton kernels, keep the fastest for this GPU"}
+VERBS = {  # of every program, instead of training: (what --help says, module:function), run as verb() says
+    "--validate-setup": ("quick check of the chosen fusions on this machine: numerics, five steps",
+                         "fusion_lab.measuring.accuracy:validate_setup"),
+    "--verify-accuracy": ("fused against baseline against float64: outputs and all gradients",
+                          "fusion_lab.measuring.accuracy:verify_accuracy"),
+    "--compare-fusion": ("measure the baseline, each fusion alone, all of them, and compiled ones",
+                         "fusion_lab.measuring.comparison_table:compare_fusion"),
+    "--retune": ("measure tile sizes of this project's Triton kernels, keep the fastest for this GPU",
+                 "fusion_lab.measuring.retune:retune")}
 QUESTION = "--check-flags"
+
+
+def imported(place):
+    """What stands at "module:function", where it is used."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def verb(program, arguments, mode):
+    """verb(program, settings) -> exit code, of what parsed arguments ask for; None: training."""
+    if arguments.check_flags:
+        return partial(imported("fusion_lab.training.reporting:print_settings"), asked=mode)
+    if mode is None:
+        return None
+    torchrun.require_alone(mode)
+    place = VERBS[mode][1] if mode in VERBS else program.modes[mode]
+    place = imported(place) if isinstance(place, str) else place
+    given = dict(names=arguments.variants, rounds=getattr(arguments, "num_steps", None))
+    return partial(place, **given) if mode == "--compare-fusion" else place
 
 
 def make_parser(program, about=None, prog=None):
@@ -206,7 +244,7 @@ def make_parser(program, about=None, prog=None):
 def add_modes(parser, program):
     modes = parser.add_argument_group("Modes, instead of training")
     one_of = modes.add_mutually_exclusive_group()
-    for name, text in MODES.items():
+    for name, (text, _) in VERBS.items():
         one_of.add_argument(name, action="store_true", help=f"{text} (default: off)")
     for f in own_modes(program):
         add_flag(one_of, f)
@@ -303,7 +341,7 @@ def parse(parser, program, argv):
         hint = f"; a file belongs to {' or '.join(own)}" if own and not unknown[0].startswith("-") else ""
         parser.refuse_unknown(unknown, hint)
     given = vars(arguments)
-    mode = next((name for name in (*MODES, *own) if given.get(name[2:].replace("-", "_"))), None)
+    mode = next((name for name in (*VERBS, *own) if given.get(name[2:].replace("-", "_"))), None)
     if mode in own:
         takes = (mode[2:].replace("-", "_"), *own[mode], "program", "check_flags")
         refuse(parser, arguments, [name for name in given if name not in takes],

@@ -144,7 +144,7 @@ class KernelMasters(MasterWeights):
         return self.norm
 
     def after_step(self):
-        """The kernel has."""
+        """Nothing is left to do: the optimizer's kernel has written the model's weights, too."""
 
 
 def optimized_weights(model, dtype, world, kernel):

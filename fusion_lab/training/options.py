@@ -13,7 +13,7 @@ from evoformer_kernels.limits import HAS_TRITON
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
            ultra=False, title=None, training_only=False, resized=False, metavar=None, mode=(), short=None,
-           several=False, read=False, acts_on=()):
+           several=False, read=False, acts_on=(), recomputes=False):
     """A dataclass field that is also a command-line flag.
 
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
@@ -21,12 +21,15 @@ def option(default, help, low=None, choices=None, type=None, below=None, *, at_m
     lines. training_only: what only training has, such as a file. resized: a checkpoint may be continued with
     another value. metavar: what --help shows in place of its value. mode: if given, the flag is a mode, and
     these are the fields that it takes. short: such as "-o". several: the value is a list of them. read: a
-    path from which something is read. acts_on: how the names of the sub-layers begin that a switch changes.
+    path from which something is read. acts_on: how the names of the sub-layers begin that a switch changes;
+    "msa_row with qkv_fusion_msa" where it does so beside another switch alone.
+    recomputes: a switch that computes something again in backward, which counts of FLOPs leave out.
     """
     return field(default=default, metadata=dict(
         help=help, low=low, below=below, at_most=at_most, choices=choices, type=type or default.__class__,
         preset=preset, ultra=ultra, title=title, training_only=training_only, resized=resized,
-        metavar=metavar, mode=mode, short=short, several=several, read=read, acts_on=acts_on))
+        metavar=metavar, mode=mode, short=short, several=several, read=read, acts_on=acts_on,
+        recomputes=recomputes))
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ GRAPHED = ("reduce-overhead", "max-autotune")  # modes in which torch.compile ma
 @dataclass(frozen=True)
 class Switches(Checked):
     """Ways to run a step. These any model can have; a model's own switches are fields of a subclass. Every
-    bool becomes an --enable-X/--disable-X pair, a variant of --compare-fusion and a setting of the study."""
+    bool becomes an --enable-X/--disable-X pair, a variant of --compare-fusion."""
     enable_torch_compile: bool = option(False, "torch.compile", preset=True,
                                         title="Torch Compile")
     enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph", preset=True)
@@ -140,7 +143,8 @@ class Switches(Checked):
     def titles(cls):
         """{name in the start-up lines: switch}, what every program has last."""
         titled = [f for f in fields(cls) if f.metadata["title"]]
-        return {f.metadata["title"]: f.name for f in sorted(titled, key=lambda f: f in fields(Switches))}
+        last = {f.name for f in fields(Switches)}
+        return {f.metadata["title"]: f.name for f in sorted(titled, key=lambda f: f.name in last)}
 
     def beside(self, in_use):
         """{name in the start-up lines: whether it is on} of the switches without a title that act, or that
@@ -148,6 +152,12 @@ class Switches(Checked):
         return {f.name.removeprefix("enable_").replace("_", " ").title(): f.name in in_use
                 for f in fields(self) if isinstance(f.default, bool) and not f.metadata["title"]
                 and (f.name in in_use or f.default and not getattr(self, f.name))}
+
+
+def shared(name):
+    """The field of this name of Switches, once more: so that a model's switches all stand in one place."""
+    f = next(f for f in fields(Switches) if f.name == name)
+    return field(default=f.default, metadata=f.metadata)
 
 
 @dataclass(frozen=True)
@@ -161,23 +171,24 @@ class Learning(Checked):
     grad_clip: float = option(1.0, "gradients are scaled down to this norm", low=1e-12)
     ema_decay: float = option(0.0, "evaluate and save a moving average of the weights with this decay, "
                                    "such as 0.999; 0: none", low=0.0, below=1.0)
-    early_stopping: int = option(None, "end after this many evaluations without a better one", low=1,
-                                 type=int)
+    early_stopping: int | None = option(None, "end after this many evaluations without a better one", low=1,
+                                        type=int)
 
 
 @dataclass(frozen=True)
 class Checkpoints(Learning):
     """Checkpoints."""
-    save_checkpoint: str = option(None, "checkpoint file", type=str, training_only=True, metavar="FILE")
-    save_every: int = option(None, "steps between checkpoints; there is always one at the end", low=1,
-                             type=int)
-    save_best: str = option(None, "checkpoint file of the best evaluation", type=str, training_only=True,
-                            metavar="FILE")
-    resume: str = option(None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE",
-                         read=True)
-    init_from: str = option(None, "checkpoint or model file with whose weights a new run starts; "
-                                  "the moving average, if any", type=str, training_only=True, metavar="FILE",
-                            read=True)
+    save_checkpoint: str | None = option(
+        None, "checkpoint file", type=str, training_only=True, metavar="FILE")
+    save_every: int | None = option(None, "steps between checkpoints; there is always one at the end", low=1,
+                                    type=int)
+    save_best: str | None = option(
+        None, "checkpoint file of the best evaluation", type=str, training_only=True, metavar="FILE")
+    resume: str | None = option(
+        None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE", read=True)
+    init_from: str | None = option(
+        None, "checkpoint or model file with whose weights a new run starts; the moving average, if any",
+        type=str, training_only=True, metavar="FILE", read=True)
 
 
 @dataclass(frozen=True)
@@ -189,8 +200,9 @@ class TrainingConfig(Checkpoints):
     batch_size: int = option(4, "samples per step; of several GPUs each has so many", low=1)
     use_amp: bool = option(False, "mixed precision")
     use_tf32: bool = option(False, "TF32 matrix products for float32, on GPUs that have them")
-    amp_dtype: str = option(None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, "
-                                  "bfloat16 on CPU", choices=("float16", "bfloat16"), type=str)
+    amp_dtype: str | None = option(
+        None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, bfloat16 on CPU",
+        choices=("float16", "bfloat16"), type=str)
     seed: int = option(42, "seed of weights, data and dropout", low=0, below=2 ** 63)
     device: str = option("auto", "auto (cuda or cpu), cpu, cuda, cuda:N or a bare GPU index N")
     deterministic: bool = option(False, "deterministic kernels (slower)")

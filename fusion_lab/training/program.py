@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 
 from fusion_lab import commands
-from fusion_lab.training.files import UserError, claim
+from fusion_lab.training.files import UserError
 from fusion_lab.training.options import Checked, ProfilerConfig, Switches, TrainingConfig
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -51,6 +51,10 @@ class Model:
         each may be missing."""
         return {}
 
+    def count_as(self, training, on_gpu):
+        """Its FLOPs will be counted, on tensors without values: take the orders of sums that such a training
+        has there."""
+
     def costs(self, training):
         """{sub-layer: Cost} of a step of such a training, all blocks together."""
         return {}
@@ -73,7 +77,7 @@ class Data:
 
     def part(self, step, rank, size):
         """The samples of one of several ranks among batch(step), which has those of all: a step does not
-        depend on how many share it. Whoever can makes no more than these."""
+        depend on how many share it. A subclass may make these alone, where that is cheaper."""
         batch = self.batch(step)
         if size == 1:
             return batch
@@ -146,11 +150,6 @@ class Settings:
         idle = self.fusion.idle(self, on_gpu)
         return [name for name in self.fusion.names() if getattr(self.fusion, name) and name not in idle]
 
-    def claim_directory(self, resumed=False):
-        """Hold --profile-dir for this process, by files.claim(). UserError where another one holds it."""
-        path, force = self.profiler.profile_dir, self.profiler.force
-        claim(path, path != ProfilerConfig().profile_dir, force, resumed)
-
     def as_dict(self):
         """The configs under the names that result files use."""
         return dict(config=asdict(self.model), training_params=asdict(self.training),
@@ -158,8 +157,8 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommandLine:
-    """What the flags of a program need, which is there before torch is imported."""
+class Program:
+    """All that the lab knows of a model. Its last part needs torch; flags can be parsed without it."""
     file: str                      # the model's file; a process of its own runs it by this path
     about: str                     # its docstring, the text of --help
     suffix: str                    # of result files: "v2" makes performance_summary_v2.json
@@ -169,6 +168,11 @@ class CommandLine:
     fusion_config: type
     axes: dict = field(default_factory=lambda: dict(batch_size="B"))  # sizes that a study varies: letters
     demo: dict = field(default_factory=dict)  # what --demo sets: a first run that learns in a minute or two
+    model: type | None = None      # class Mine(nn.Module, Model)
+    data: Callable | None = None   # data(settings) -> Data: a class, or a function that chooses one
+    trainer: type | None = None    # tiny_openfold_v2.Trainer, which the lab does not import, or a subclass
+    # {its own mode's flag: mode(program, settings) -> exit code, or where it is, "module:function"}
+    modes: dict = field(default_factory=dict)
 
     @property
     def name(self):
@@ -195,15 +199,6 @@ class CommandLine:
                          for letter, axis in sorted((letter, axis) for axis, letter in self.axes.items()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Program(CommandLine):
-    """All that the lab knows of a model."""
-    model: type     # class Mine(nn.Module, Model)
-    data: Callable  # data(settings) -> Data: a class, or a function that chooses one
-    trainer: type   # tiny_openfold_v2.Trainer, which the lab does not import, or a subclass
-    modes: dict = field(default_factory=dict)  # {its own mode's flag: mode(program, settings) -> exit code}
-
-
 def load_program(path=DEFAULT_PROGRAM):
     """The PROGRAM of a model's file, which is imported as a module. Raises UserError."""
     path = os.path.abspath(path)
@@ -214,8 +209,10 @@ def load_program(path=DEFAULT_PROGRAM):
     for place in (directory, ROOT):
         if place not in sys.path:
             sys.path.append(place)
-    found = None if "." in name else importlib.util.find_spec(name)  # a dot would mean a package
-    if found and found.origin and os.path.realpath(found.origin) == os.path.realpath(path):
+    known = sys.modules.get(name)  # find_spec() would fail for what runs as the main program
+    found = known or (None if "." in name else importlib.util.find_spec(name))  # a dot would mean a package
+    origin = getattr(found, "__file__" if known else "origin", None)
+    if origin and os.path.realpath(origin) == os.path.realpath(path):
         module = importlib.import_module(name)
     else:  # another module has this name, or no module can
         specification = importlib.util.spec_from_file_location(f"program_{name}", path)

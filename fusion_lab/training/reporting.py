@@ -17,7 +17,7 @@ from fusion_lab.training.options import GRAPHED
 
 def require_finite(loss, step):
     """Raise UserError where the loss after this step is not finite."""
-    if not math.isfinite(loss := loss.item()):
+    if not math.isfinite(loss):
         raise UserError(f"loss is {loss} at step {step}: nothing was saved since; lower --learning-rate, or "
                         "use --amp-dtype bfloat16 if it is float16", FAILED)
 
@@ -25,23 +25,11 @@ def require_finite(loss, step):
 def step_line(trainer, loss, timer, memory):
     """Of the steps since the last such line. memory: MB of one GPU, or None; the speed is of all."""
     training, done, count = trainer.training, trainer.step_number, trainer.training.log_every
-    on_cpu = trainer.device.type == "cpu"
-    times = timer.seconds(10 * count if on_cpu else count).sum(axis=1)
-    seconds = float(np.median(times[-count:]))
+    seconds = float(np.median(timer.seconds(count).sum(axis=1)))
     memory = "   n/a" if memory is None else f"{memory:6.1f}"
     speed = training.batch_size * trainer.world.size / seconds
-    busy = busy_line(trainer.device) if on_cpu and slowed(times, count) else None
-    line = (f"Step {done:3d}/{training.num_steps} | Loss: {loss.item():.4f} | Speed: {speed:6.1f} samples/sec"
+    return (f"Step {done:3d}/{training.num_steps} | Loss: {loss:.4f} | Speed: {speed:6.1f} samples/sec"
             f" | Memory: {memory} MB | Time: {seconds * 1e3:5.1f}ms")
-    return f"{line}\n{busy}" if busy else line
-
-
-def slowed(times, count):
-    """Whether the last so many steps took half as long again as the fastest so many before them, where those
-    just before did not yet."""
-    ends = range(len(times), count - 1, -count)
-    medians = [np.median(times[end - count:end]) for end in ends]
-    return len(medians) > 1 and medians[1] <= 1.5 * min(medians[1:]) < medians[0]
 
 
 def busy_line(device):
@@ -135,11 +123,11 @@ def for_people(settings):
 
 def print_result(headline, path, settings):
     """The end of the output. For programs: one line of JSON with the headline figures, named and nested as in
-    the file with all of them, and that file's path; for people on a terminal the path alone."""
+    the file with all of them, and that file's path, None without one; for people on a terminal the path."""
     if for_people(settings):
-        print(f"Results: {path}", flush=True)
+        print(end=f"Results: {path}\n" if path else "", flush=True)
         return
-    place = dict(summary_file=os.path.abspath(path))
+    place = dict(summary_file=path and os.path.abspath(path))
     while len(text := json.dumps(headline | place, allow_nan=False)) > MOST_BYTES and \
             (told := [key for key, value in headline.items() if value is not None]):
         longest = max(told, key=lambda key: len(json.dumps(headline[key])))

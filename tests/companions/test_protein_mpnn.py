@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import tiny_openfold_v2
 from companions import backbones
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import saved_activations
 from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.roofline import total_bytes
+from fusion_lab.training import cuda_graphs
 from fusion_lab.training.files import UserError
 from fusion_lab.training.program import load_program
 from tests.support import GOING_ON, ROOT, require_shared
@@ -129,7 +129,7 @@ def test_a_default_step_has_about_half_the_arithmetic_and_three_fifths_of_the_me
     batch = PROGRAM.data(settings).batch(0)
     flops, saved = [], []
     for fusion in (PROGRAM.fusion_config.preset(False), settings.fusion):
-        flops.append(sum(flops_by_sublayer(PROGRAM, replace(settings, fusion=fusion)).values()))
+        flops.append(sum(flops_by_sublayer(PROGRAM, replace(settings, fusion=fusion), False).values()))
         trainer = PROGRAM.trainer(PROGRAM, replace(settings, fusion=fusion), CPU)
         found = saved_activations(trainer.model, [], lambda t=trainer: t.forward(batch)["loss"])
         saved.append(sum(found.values()))
@@ -146,7 +146,7 @@ def test_bytes_and_flops_of_each_part_by_hand():
         features=2 * (edge + index + atoms) + 3 * features, W_e=5 * edge + 3 * 1088,
         encoder=2 * (9 * edge + 12 * node + 4 * index + 3 * encoder), decoder_edges=7 * edge,
         decoder=2 * (3 * edge + 18 * node + 2 * index + 3 * decoder))
-    flops = flops_by_sublayer(PROGRAM, settings)
+    flops = flops_by_sublayer(PROGRAM, settings, on_gpu=False)
     of_node, of_edge, dense = 2 * 32 * 16 * 16, 2 * 160 * 16 * 16, 2 * 2 * 32 * 16 * 64
     # twice five products; the first residues are zeros, which want no gradient
     assert flops["encoder"] == 3 * 2 * (5 * of_node + 5 * of_edge + dense) - 2 * of_node
@@ -204,7 +204,7 @@ def test_a_step_of_each_length_is_captured_once_and_trains_one_model(monkeypatch
         def __call__(self, batch):
             assert batch["S"].shape == self.shape
             return self.run(batch)
-    monkeypatch.setattr(tiny_openfold_v2, "GraphedStep", Captured)
+    monkeypatch.setattr(cuda_graphs, "GraphedStep", Captured)
     settings = PROGRAM.settings(**dict(SMALL, seq_len=64, shortest=20), enable_bucketing=True)
     source, losses = PROGRAM.data(settings), []
     for graphed in (False, True):

@@ -94,7 +94,7 @@ def test_bytes_and_flops_of_each_part_by_hand():
     assert {name: total_bytes(c) for name, c in cost.items()} == dict(
         input_layernorm=2 * norm, post_attention_layernorm=2 * norm, norm=norm, self_attn=2 * attention,
         mlp=2 * ((2 * 4096 + 30720) + (3 * 4096 + 61440)), lm_head=(4096 + 32768) + (2 * 4096 + 65536))
-    flops = flops_by_sublayer(PROGRAM, settings)
+    flops = flops_by_sublayer(PROGRAM, settings, on_gpu=False)
     assert flops["self_attn"] == 3 * 2 * (2 * 32 * 32 * 64 + 2 * 32 * 32 * 32 + 4 * 32 * 16 * 32)
     assert flops["mlp"] == 3 * 2 * (6 * 32 * 32 * 80) and flops["lm_head"] == 3 * (2 * 32 * 32 * 256)
     assert flops["norm"] == flops["input_layernorm"] == flops["rest"] == 0
@@ -209,8 +209,8 @@ def test_a_contest_counts_launches_and_tokens_and_sums_up_over_shapes(monkeypatc
     monkeypatch.setattr(ultra_block, "WAYS", {ultra_block.ULTRA: {}, ultra_block.EAGER: {}})
     monkeypatch.setattr(ultra_block, "ROUNDS", 2)
     settings = PROGRAM.settings(**SIZES, seq_len=16, batch_size=2, data=str(ROOT / "README.md"))
-    forward = ultra_block.contest(ultra_block.Forward, PROGRAM, settings, CPU)
-    step = ultra_block.contest(PROGRAM.trainer, PROGRAM, settings, CPU)
+    forward = ultra_block.rows_of(ultra_block.Forward, PROGRAM, settings, CPU)
+    step = ultra_block.rows_of(PROGRAM.trainer, PROGRAM, settings, CPU)
     assert forward[0]["launches"] == forward[1]["launches"] < step[0]["launches"]
     assert forward[0]["tokens_per_second"] == pytest.approx(32 / forward[0]["median"])
     assert "launches" in ultra_block.beside(step)[1] and len(ultra_block.beside(step)) == 2

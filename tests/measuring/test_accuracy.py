@@ -218,3 +218,20 @@ def test_validation_by_its_reasons(monkeypatch, capsys):
     monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: ({}, []))
     code, _, lines = validation(replace(SECOND, trainer=telling([3.0, 1.0, 1.0, 4.0, 2.0])), capsys)
     assert code == 0 and not [line for line in lines if "FAIL" in line]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_checks_write_where_they_are_told_and_nowhere_else(named, tmp_path, monkeypatch, capsys):
+    """Beside what is there, of which nothing is moved."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: (VERDICT, []))
+    place = tmp_path / ("named" if named else "pytorch_profiles_v2")
+    place.mkdir()
+    (place / "earlier").touch()
+    given = ["--width", "16", "--device", "cpu", *["--profile-dir", str(place)] * named]
+    for mode in ("--validate-setup", "--verify-accuracy"):
+        assert tof.main([mode, *given], SECOND) == 0
+    files = {file.name for file in place.iterdir()}
+    assert files == {"earlier", "accuracy_mlp.json"} if named else files == {"earlier"}
+    assert [each.name for each in tmp_path.iterdir()] == [place.name]
+    assert last_json(capsys.readouterr().out)["passed"]

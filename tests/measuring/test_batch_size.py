@@ -4,7 +4,8 @@ from types import SimpleNamespace
 import pytest
 
 from fusion_lab.measuring import batch_size
-from fusion_lab.measuring.compare import NEVER, Row
+from fusion_lab.measuring.bench import NEVER
+from fusion_lab.measuring.compare import Row
 from tests.second_program import PROGRAM as SECOND
 from tests.support import last_json
 

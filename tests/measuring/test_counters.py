@@ -12,7 +12,7 @@ from fusion_lab.measuring.clocks import PhaseTimer, RangeSums
 from fusion_lab.measuring.counters import OpCounter, saved_activations
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.measuring.ranges import Profiling, ranges
-from fusion_lab.measuring.tables import aligned, cell, markdown
+from fusion_lab.measuring.tables import cell, markdown
 from fusion_lab.training.options import ProfilerConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -36,6 +36,23 @@ def test_phases_are_the_times_between_marks(monkeypatch):
     timer.start()
     timer.mark()
     assert timer.seconds().tolist() == [[1]]
+
+
+def test_a_long_run_keeps_no_event(monkeypatch):
+    """Whoever reads the clock at every step, or never, gets the same times."""
+    kept = []
+    for read in (True, False):
+        monkeypatch.setattr(clocks.time, "perf_counter", itertools.count().__next__)
+        monkeypatch.setattr(clocks, "MOST_PENDING", 10)
+        timer = PhaseTimer(CPU)
+        for _ in range(25):
+            timer.start()
+            timer.mark()
+            timer.mark()
+            assert len(timer.seconds(3)) <= 3 if read else len(timer.steps) <= 10
+        timer.start()  # broken off
+        kept.append(timer.seconds().tolist())
+    assert kept[0] == kept[1] == [[1.0, 1.0]] * 25
 
 
 # Counters
@@ -197,9 +214,10 @@ def test_a_memory_profile_is_sorted_and_in_megabytes(tmp_path, capsys):
 
 def test_tables():
     rows = [["name", "a"], ["long name", "1"], ["short", "a row that overhangs"]]
-    assert aligned(rows)[1] == "long name  1" and markdown(rows)[1] == "|---|---|"
-    assert aligned([["n", "a", "b"], ["x", "the reason"]])[1] == "x  the reason"
-    assert aligned(rows)[0] == "name       a" and aligned([["a", "b"], ["long"]]) == ["a     b", "long"]
-    assert markdown([["n", "a"], ["x"]]) == ["| n | a |", "|---|---|", "| x |  |"]
+    assert markdown(rows)[1:3] == ["|-----------|----------------------|",
+                                   "| long name | 1                    |"]
+    assert markdown([["n", "a", "b"], ["x", "why | not"]]) == [
+        "| n | a | b |", "|---|---|---|", r"| x | why \| not |   |"]
+    assert markdown([["n", "a"], ["x"]], [3]) == ["| n   | a |", "|-----|---|", "| x   |   |"]
     assert (cell(None), cell(0.5), cell(1.25, ".1f", 100, "%")) == ("", "0.50", "125.0%")
     assert (cell(-0.04, ".1f", unit="%"), cell(-0.06, ".1f")) == ("0.0%", "-0.1")

@@ -54,6 +54,17 @@ def test_they_are_read_when_they_are_written(tmp_path):
         dict(step=3, loss=1.0, learning_rate=1e-3, gradient_norm=0.5)]
 
 
+def test_a_long_run_keeps_no_loss_on_the_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "MOST_PENDING", 10)
+    found = of_run(tmp_path)
+    for number in range(1, 26):
+        found.step(*noted(number, loss=number))
+        assert len(found.pending) < 10
+    found.flush()
+    assert found.losses.tolist() == [*range(1, 26)]
+    assert [step["loss"] for step in metrics.read_metrics(found.path)[0]] == [*range(1, 26)]
+
+
 @pytest.mark.parametrize("later", [[], [line(5)], [evaluation(5), line(5), line(6)], ['{"step": 5, "lo']])
 def test_what_comes_again_is_cut(later, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(KNOWN + later))

@@ -1,4 +1,5 @@
 """What a step costs beside time, against hand counts; what a warm-up leaves."""
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,8 @@ def test_kernels_that_were_not_recorded_are_no_launches(names, kernels, launches
     found = probe(trainer, batch)
     assert (found.launches, found.peak, found.graph_kernels) == (launches, 123, kernels)
     assert said in (found.uncounted or "") and bool(found.uncounted) == bool(said)
+    found = probe(trainer, batch, count_launches=False)
+    assert found.launches is None and "outer profiler" in found.uncounted
 
 
 def test_peak_memory_in_megabytes(monkeypatch):
@@ -66,6 +69,21 @@ def test_memory_of_an_evaluation_is_not_that_of_a_step(monkeypatch):
     assert found.peak == 70
 
 
+def test_memory_of_a_warm_up_is_not_that_of_a_step(monkeypatch):
+    """Compilers and kernels' first calls need more than steps do."""
+    peak = [0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.clear())
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: max(peak, default=0))
+    monkeypatch.setattr(probe_module, "to_device", lambda batch, device: batch)
+    monkeypatch.setattr(probe_module, "probe", lambda *_, **__: peak.append(99 * 2 ** 20) or Findings({}, 1))
+    trainer, _ = second(warmup_steps=0)
+    trainer.device, trainer.preserved = GPU, contextlib.nullcontext
+    found = warm_up(trainer, SECOND.data(trainer.settings))
+    peak.append(2 ** 20)
+    assert peak_megabytes(GPU, found) == 1.0
+
+
 def test_warm_up_times_its_steps_and_leaves_nothing_behind(monkeypatch):
     trainer, _ = second(warmup_steps=3)
     source, steps, step = SECOND.data(trainer.settings), [], trainer.step
@@ -80,8 +98,9 @@ def test_warm_up_times_its_steps_and_leaves_nothing_behind(monkeypatch):
 
 def test_an_outer_profiler_does_not_share_the_gpu_with_one_that_counts(monkeypatch):
     asked = []
-    monkeypatch.setattr(probe_module, "probe", lambda *given: asked.append(given[2]) or Findings({}, 1))
-    for outer in (False, True):
-        trainer, _ = second(warmup_steps=0, enable_rocm_profiling=outer)
+    monkeypatch.setattr(probe_module, "probe", lambda *_, count_launches: asked.append(count_launches)
+                        or Findings({}, 1))
+    for outer, trace in ((False, False), (True, False), (True, True)):  # the last: --enable-all-profiling
+        trainer, _ = second(warmup_steps=0, enable_rocm_profiling=outer, enable_pytorch_profiler=trace)
         warm_up(trainer, SECOND.data(trainer.settings))
-    assert asked == [True, False]
+    assert asked == [True, False, True]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import summary
+from fusion_lab.measuring import clocks, summary
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.training.files import UserError
 from tests.second_program import PROGRAM as SECOND
@@ -26,13 +26,14 @@ class Slow(PhaseTimer):
     """Every step takes as long as FACTORS says, in PHASES."""
 
     def seconds(self, last=0):
-        assert super().seconds().shape[1] == 4
-        return PHASES * np.array(FACTORS[:len(self.steps)][-last:])[:, None]
+        found = super().seconds()
+        assert found.shape[1] == 4
+        return PHASES * np.array(FACTORS[:len(found)][-last:])[:, None]
 
 
 def test_a_run_by_hand(monkeypatch, tmp_path, capsys):
     """Times of the last two or four steps in a step line, of all steps in the summary."""
-    monkeypatch.setattr(tof, "PhaseTimer", Slow)
+    monkeypatch.setattr(clocks, "PhaseTimer", Slow)
     monkeypatch.setattr(summary, "matmul_ceiling", lambda *_: 4e6)
     settings = SECOND.settings(width=8, batch_size=6, device="cpu", num_steps=6, log_every=4, warmup_steps=1,
                                profile_dir=str(tmp_path))

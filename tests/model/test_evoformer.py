@@ -159,7 +159,7 @@ def test_outer_product_is_reassociated_where_the_rule_says(samples, rows, residu
     module = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig()).outer_product_mean
     assert module.weight_first(torch.empty(samples, rows, residues, 4)) is expected
     for count, strict in ((16, True), (17, False)):  # on a GPU multiplications count, but in TF32
-        left = SimpleNamespace(shape=(1, count, 128, 32), is_cuda=True, dtype=torch.float32)
+        left = SimpleNamespace(shape=(1, count, 128, 32), is_cuda=True, dtype=torch.float32, device=CPU)
         for tf32 in (False, True):
             monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
             assert module.weight_first(left) is (strict or tf32)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
+from fusion_lab.measuring import accuracy
 from fusion_lab.training.models import read_model
 from tests.support import ROOT
 from tests.tiny import model_of, trainer_of
@@ -122,7 +123,7 @@ def test_true_distances_fall_into_the_bin_whose_upper_end_they_reach():
 def test_padding_changes_nothing_valid(coevolution, fusion, near):
     """Two residues and one row too many, full of garbage, against the same sample without them."""
     model = model_of(**vars(fusion), num_blocks=2, coevolution=coevolution).double()
-    tof.accuracy.shake(model)
+    accuracy.shake(model)
     tokens, coords = torch.randint(0, 20, (1, 4, 8)), 5 * torch.randn(1, 8, 3).double()
     seq_mask, row_mask = torch.tensor([[1.0] * 6 + [0] * 2]), torch.tensor([[True] * 3 + [False]])
     targets, extra = tokens.clone(), torch.randint(0, 20, (1, 9, 8))

@@ -123,7 +123,7 @@ def test_mixed_precision_is_autocast_and_low_weights_with_masters():
 def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
     """Exit code, step lines, summary and metrics of a run, and which steps it evaluated and saved. Its times,
     by a clock made by hand: tests/measuring/test_summary.py."""
-    calls = dict(evaluate=[], saved=[])
+    calls, really_save = dict(evaluate=[], saved=[]), checkpoints.save
 
     class Watched(SyntheticProteins):
         finish = Data.finish
@@ -136,10 +136,10 @@ def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
 
     def save(trainer, path):
         calls["saved"].append(trainer.step_number)
-        checkpoints.save(trainer, path)
+        really_save(trainer, path)
 
     with monkeypatch.context() as monkeypatch:
-        monkeypatch.setattr(tof, "save", save)
+        monkeypatch.setattr(checkpoints, "save", save)
         code = tof.main(flags_of(profile_dir=tmp_path / "p", save_checkpoint=tmp_path / "c.pt", **values),
                         dataclasses.replace(tof.PROGRAM, data=Watched))
     out = capsys.readouterr().out

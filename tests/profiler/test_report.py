@@ -50,6 +50,16 @@ def test_a_row_for_each_sublayer_with_amdahl_s_ceiling():
     assert report.switch_rows(tof.PROGRAM, compiled)[1:] == []  # whose time is unknown, which is not 0
 
 
+def test_a_switch_that_needs_another_one_changes_nothing_without_it():
+    """Gates go into the GEMM of left and right where there is one."""
+    entries = [entry(name, "forward", 9.0, 0.5) for name in ("outer_product_mean", "triangle_mult_outgoing")]
+    for on, changed in ((False, ["outer_product_mean"]), (True, [
+            "outer_product_mean", "triangle_mult_outgoing", "triangle_mult_incoming"])):
+        given = session(sublayers=entries, fusion_config=dict(enable_triangle_fusion=on))
+        found = {row[0]: row[1] for row in report.switch_rows(tof.PROGRAM, given)}
+        assert found["projection-fusion"] == ", ".join(changed)
+
+
 def test_the_report_says_what_was_run_and_what_is_missing():
     text = "\n".join(report.report_lines(SECOND, SETTINGS, session(unrecorded=["2 of 3 kernels"])))
     for part in ("**1.00 ms** (median of 7; p20 0.50, p80 2.00)", "B 3, W 8; depth 2; on: fused_relu.",
@@ -72,7 +82,7 @@ def test_sessions_are_matched_by_name_and_the_longest_comes_first():
 
 def test_names_of_kernels_cannot_break_a_table():
     rows = report.comparison_rows([dict(name="f|<`x`>\n", before_us=1e3, after_us=2e3, ratio=2.0)], "k")
-    assert tables.markdown(rows)[2] == r"| `f\|<'x'>\n` | 1.000 | 2.000 | 2.00 |"
+    assert tables.markdown(rows)[2] == r"| `f\|<'x'>\n` | 1.000     | 2.000    | 2.00  |"
     assert tables.escaped("a<b>*[c]`\\") == r"a\<b\>\*\[c\]\`\\"
 
 

@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from fusion_lab.measuring import clocks, contest
+from fusion_lab.measuring import bench, clocks
 from fusion_lab.training import files
 from tests.support import ROOT, require_shared
 
@@ -84,19 +84,20 @@ def test_contenders_take_turns(monkeypatch):
     now = iter(range(1000))
 
     def made(seconds):
-        def step(batch):
+        def step(batch, mark=lambda: None):
             for _ in range(seconds):
                 next(now)
+            mark()
             return torch.tensor(float(seconds))
         return types.SimpleNamespace(step=step)
     monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(next(now)))
     contenders = dict(slow=lambda: made(5), fast=lambda: made(2), absent=lambda: 1 / 0)
-    rows = contest.measured(contenders, "", {}, torch.device("cpu"), 3)
+    rows = bench.contest(contenders, "", {}, torch.device("cpu"), 3)
     assert [(row["p20"], row["median"], row["p80"]) for row in rows[:2]] == [(6,) * 3, (3,) * 3]
     assert rows[2] == dict(name="absent", reason="ZeroDivisionError: division by zero")
-    assert re.search(r"6000.00 \(6000.00, 6000.00\) +n/a", contest.table("float32", rows))
+    assert re.search(r"6000.00 \(6000.00, 6000.00\) \| n/a", bench.contest_table("float32", rows))
     with pytest.raises(files.UserError, match="--only nothing"):
-        contest.measured(contenders, "nothing", {}, torch.device("cpu"), 3)
+        bench.contest(contenders, "nothing", {}, torch.device("cpu"), 3)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import accuracy, compare
+from fusion_lab.measuring import accuracy, bench, compare
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.comparison_table import compare_fusion
 from fusion_lab.measuring.variants import make_variants
@@ -28,7 +28,7 @@ def test_dropout_draws_alike_for_all_variants():
         accuracy.shake(trainer.model)
         weights = weights or {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
         trainer.model.load_state_dict(weights)
-        candidate = compare.Candidate(variant)
+        candidate = compare.candidate_of(tof.PROGRAM, variant, CPU)
         candidate.trainer, candidate.timer = trainer, PhaseTimer(CPU)
         torch.manual_seed(len(losses))  # the generator may stand anywhere
         candidate.take_turn(1, batch)
@@ -74,9 +74,8 @@ def test_rows_are_kept_when_a_signal_ends_the_comparison(tmp_path):
 def test_a_signal_before_the_first_round_leaves_no_figures(tmp_path, monkeypatch, capsys):
     def take_turn(*_):
         signal.raise_signal(signal.SIGINT)
-    monkeypatch.setattr(compare.Candidate, "take_turn", take_turn)
-    monkeypatch.setattr(compare.Candidate, "count", lambda self, *_: setattr(
-        self, "trainer", tof.PROGRAM.trainer(tof.PROGRAM, self.variant.settings, CPU)))
+    monkeypatch.setattr(bench.Candidate, "take_turn", take_turn)
+    monkeypatch.setattr(bench.Candidate, "warm_up", lambda self, *_: setattr(self, "trainer", self.make()))
     assert compare_fusion(tof.PROGRAM, SETTINGS.having(profile_dir=str(tmp_path)), "fused compiled") == 130
     assert "no figures" in capsys.readouterr().out and not os.listdir(tmp_path)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

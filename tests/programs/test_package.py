@@ -19,7 +19,7 @@ import tiny_openfold_v2
 from evoformer_kernels.patches import Patch, patch
 from fusion_lab import commands
 from fusion_lab.measuring.compare import compare
-from fusion_lab.training.program import CommandLine, Settings
+from fusion_lab.training.program import Program, Settings
 from tests.support import PATIENCE, ROOT, run_program
 
 ALIGNMENT = "".join(f">row{i}\nMQIFVKTLTGKTITLEVEPSDTIEN{letters}IQDKEGIPPDQQRLIFAGKQL\n"
@@ -127,7 +127,7 @@ def test_the_stubs_know_every_size_switch_and_argument():
             assert arguments(node) == list(inspect.signature(kind).parameters), name
 
 
-@pytest.mark.parametrize("function", [compare, CommandLine.settings, Settings.having, patch, Patch.undo])
+@pytest.mark.parametrize("function", [compare, Program.settings, Settings.having, patch, Patch.undo])
 def test_what_users_call_has_types_for_their_checker(function):
     """fusion_lab has a py.typed, so a checker takes what these say for whole."""
     named = {*inspect.signature(function).parameters, "return"} - {"self"}

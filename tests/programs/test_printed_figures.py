@@ -93,6 +93,8 @@ def count(settings):
     found.launches = whole.launches
     found.peak_mb = (whole.peak + sum(storage.nbytes() for storage in given.values())) / MB
     product = {torch.ops.aten._addmm_activation: lambda bias, a, b, **_: 2 * a[0] * a[1] * b[1]}
+    trainer = tof.PROGRAM.trainer(tof.PROGRAM, settings.having(
+        enable_selective_checkpointing=False, enable_activation_checkpointing=False), CPU)
     with FlopCounterMode(display=False, custom_mapping=product) as flops, sdpa_kernel(SDPBackend.MATH):
         trainer.forward(batch, only_loss=True)["loss"].backward()
     found.flops = flops.get_total_flops()

@@ -84,7 +84,7 @@ def of_roofline():
     for name, sizes in (("tiny_llama", dict(batch_size=8, data=str(ROOT / "README.md"))),
                         ("protein_mpnn", dict(batch_size=1, seq_len=106))):
         program = load_program(ROOT / "companions" / f"{name}.py")
-        table = roofline_table(program, program.settings(**sizes, device="cpu"), ceilings, {})
+        table = roofline_table(program, program.settings(**sizes, device="cpu"), False, ceilings, {})
         found[name] = {row["name"]: row for row in [*table, sums(table)]}
     whole, mpnn = found["tiny_llama"]["all"], found["protein_mpnn"]
     return {"U: 50 FLOP": [f"{whole['flops'] / whole[f'{what}_bytes']:.1f}"

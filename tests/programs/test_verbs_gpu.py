@@ -77,8 +77,7 @@ def trainings():
         Verb("train profiled", (f"{train} {SMALL} {FEW} --enable-all-profiling --profile-dir here "
                                 "--save-checkpoint a.pt", f"{train} {SMALL} --num-steps 5 --warmup-steps 1 "
                                 "--resume a.pt --profile-dir there"),
-             ("here/*.pt.trace.json", "here/memory_profile.json", "a.pt", "there/metrics.jsonl"),
-             null=("launches_per_step",)),  # which are left to the outer profiler
+             ("here/*.pt.trace.json", "here/memory_profile.json", "a.pt", "there/metrics.jsonl")),
         Verb("fine-tune", (f"{natural} --profile-dir new",
                            f"{natural} --init-from {SHIPPED} --save-checkpoint tuned.pt"),
              (*files, "tuned.pt"), holds=tuned)]
@@ -101,9 +100,9 @@ def tuned(result, directory):
 
 def checks():
     """Accuracy and set-up."""
-    verify = "tiny_openfold_v2.py --verify-accuracy --num-blocks 1 --seq-len 32"
+    verify = "tiny_openfold_v2.py --verify-accuracy --num-blocks 1 --seq-len 32 --profile-dir p"
     kinds = {**PRECISIONS, "all fp16": f"--enable-all-fusion {FP16}", "ultra": f"--enable-ultra {BF16}"}
-    found = [Verb(f"accuracy {name}", (f"{verify} {flags}",), ("pytorch_profiles_v2/accuracy_v2.json",),
+    found = [Verb(f"accuracy {name}", (f"{verify} {flags}",), ("p/accuracy_v2.json",),
                   expected=("changes the optimizer's step, and outputs and gradients are checked",))
              for name, flags in kinds.items()]
     return [*found,
@@ -138,7 +137,7 @@ def sessions():
 
 
 def two_runs_of_each(result, directory):
-    found = [(point["setting"], point["n"], point["n_failed"]) for point in result["points"]]
+    found = [(point["variant"], point["n"], point["n_failed"]) for point in result["points"]]
     if found != [("baseline", 2, 0), ("fused", 2, 0)]:
         yield f"points {found}"
 

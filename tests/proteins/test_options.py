@@ -38,7 +38,8 @@ def test_opm_fusion_is_idle_where_the_plain_order_runs(sizes, on_gpu):
     settings = tof.PROGRAM.settings(**sizes)
     module = tof.FusedEvoformerBlock(settings.model, settings.fusion).outer_product_mean
     shape = settings.training.batch_size, settings.model.num_seqs, settings.model.seq_len, 32
-    runs = module.weight_first(SimpleNamespace(shape=shape, is_cuda=on_gpu, dtype=torch.float32))
+    runs = module.weight_first(SimpleNamespace(shape=shape, is_cuda=on_gpu, dtype=torch.float32,
+                                               device=torch.device("cpu")))
     assert settings.idle(on_gpu) == ([] if runs else ["opm-fusion changes nothing at these sizes"])
     assert ("enable_opm_fusion" in settings.in_use(on_gpu)) == runs
 

@@ -95,7 +95,7 @@ def test_the_model_adds_a_weighted_term_that_ranks_can_weigh():
     batch = tof.PROGRAM.data(settings_of(orientations=True)).check_batch()
     found = model(**batch)
     parts = [found["distogram_loss"], 0.3 * found["orientation_loss"],
-             tof.MASKED_MSA_WEIGHT * found["masked_msa_loss"]]
+             tof.LOSSES["masked_msa_loss"] * found["masked_msa_loss"]]
     assert found["orientation_loss"].item() == pytest.approx(2 * math.log(25) + math.log(13))
     torch.testing.assert_close(found["loss_terms"], torch.stack(parts))
     torch.testing.assert_close(found["loss"], sum(parts))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A program for tests of the performance study: --compare-fusion ends at once, with figures made by formula.
 
-FAKE is JSON: `failing`, settings with a reason in place of figures; `memory_mb`, above which it is out of
+FAKE is JSON: `failing`, variants with a reason in place of figures; `memory_mb`, above which it is out of
 memory; `seconds` that a point takes; `log`, a file that gets its process id.
 """
 import json
@@ -38,7 +38,7 @@ FACTORS = dict(first=2.0, second=1.1, third=1.0)  # of a step
 
 
 def faster_by(name):
-    """By how much a setting is faster than the baseline."""
+    """By how much a variant is faster than the baseline."""
     kind, _, switch = name.partition("-")
     without = switch if kind == "without" else None
     on = {"baseline": (), "only": (switch,)}.get(kind, [s for s in FACTORS if s != without])
@@ -60,8 +60,7 @@ def main(flags):
     for name in value["--variants"].split():
         faster = faster_by(name)
         step = 1e-3 * batch * (width / 32) ** 1.5 / faster
-        figures = dict(median_batch_time=step, p20_batch_time=0.9 * step, p80_batch_time=1.2 * step,
-                       speedup=faster, peak_memory_mb=memory / faster, saved_activation_mb=0.5,
+        figures = dict(median_batch_time=step, speedup=faster, peak_memory_mb=memory / faster,
                        launches_per_step=100)
         rows.append(dict(name=name, reason="broken on purpose") if name in knobs.get("failing", ()) else
                     dict(name=name, reason=None, **figures))

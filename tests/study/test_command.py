@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fusion_lab.study import command
+from fusion_lab.study import command, report
 from fusion_lab.training import files
 from tests.support import PATIENCE, ROOT, code_of, gone, wait_for
 
@@ -43,9 +43,9 @@ def lines_of(directory="s"):
 
 
 def points_of(directory="s"):
-    """{(width, setting): point} of its summary."""
+    """{(width, variant): point} of its summary."""
     summary = json.loads(pathlib.Path(directory, "results_summary.json").read_text())
-    return {(point["width"], point["setting"]): point for point in summary["points"]}
+    return {(point["width"], point["variant"]): point for point in summary["points"]}
 
 
 # The whole thing
@@ -66,12 +66,12 @@ def test_real_study(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     lines, summary = lines_of(out), json.loads((out / "results_summary.json").read_text())
     assert lines[:len(before)] == before and len(lines) == 2 and all(line["ok"] for line in lines)
-    assert [(p["setting"], p["n"]) for p in summary["points"]] == [("baseline", 2), ("fused", 2)]
+    assert [(p["variant"], p["n"]) for p in summary["points"]] == [("baseline", 2), ("fused", 2)]
     for point in summary["points"]:
         assert point["peak_memory_mb"] > 0 and point["launches_per_step"] > 100
         assert point["speedup_low"] <= point["speedup"] <= point["speedup_high"]
     assert {*os.listdir(out)} == {"config.json", "results.jsonl", "results.csv", "results_summary.json",
-                                  "report.html"}
+                                  "report.html", "speedups.png"}
     assert "data:image/png;base64," in (out / "report.html").read_text()
 
 
@@ -83,27 +83,27 @@ def test_every_shape_runs_once_in_random_order_before_any_runs_again(fake):
     assert runs[0] != runs[1] and runs[0] != sorted(runs[0])
 
 
-def test_an_ablation_has_a_gain_for_each_switch(fake):
-    assert fake("--ablation", "--widths", 32) == 0
-    entries = json.loads(pathlib.Path("s/results_summary.json").read_text())["ablation"]
-    for kind in ("alone", "last"):
-        assert {entry["switch"]: entry[kind]["factor"] for entry in entries} == pytest.approx(
-            dict(first=2.0, second=1.1, third=1.0))
-    assert fake("--all-combinations", "--widths", 32, name="all") == 0
+def test_an_ablation_has_each_switch_alone_and_left_out_and_combinations_are_all(fake):
+    assert fake("--all-combinations", "--widths", 32, "--num-runs", 1, name="all") == 0
     assert len(points_of("all")) == 8
+    assert fake("--ablation", "--widths", 32) == 0
+    gains = {name: point["speedup"] for (_, name), point in points_of().items()}
+    assert gains == pytest.approx({"baseline": 1, "fused": 2.2, "only-first": 2, "only-second": 1.1,
+                                   "only-third": 1, "without-first": 1.1, "without-second": 2,
+                                   "without-third": 2.2})
 
 
 def test_what_is_not_measured_says_why(fake, capsys):
-    """A setting without figures ends with its point; a point that is out of memory runs again."""
-    assert fake("--settings", "fused only-first", failing=["only-first"], memory_mb=1) == 0
+    """A variant without figures ends with its point; a point that is out of memory runs again."""
+    assert fake("--variants", "fused only-first", failing=["only-first"], memory_mb=1) == 0
     out, points = capsys.readouterr().out, points_of()
     assert points[16, "only-first"]["reason"] == "broken on purpose" and points[16, "fused"]["n"] == 2
     assert points[32, "fused"]["reason"] == "out of memory: lower --batch-size" in out
     assert "broken on purpose" in pathlib.Path("s/report.html").read_text()
     before = lines_of()
-    assert fake("--settings", "fused only-first") == 0
-    assert lines_of()[:4] == before and len(lines_of()) == 6 and points_of()[32, "fused"]["n"] == 2
-    assert fake("--settings", "fused only-first", "--dry-run") == 0  # of two lines of a point the last counts
+    assert fake("--variants", "fused only-first") == 0
+    assert all(line in lines_of() for line in before if line["ok"]) and len(lines_of()) == 4
+    assert points_of()[32, "fused"]["n"] == 2 and fake("--variants", "fused only-first", "--dry-run") == 0
     assert "0 points to run" in capsys.readouterr().out
 
 
@@ -113,17 +113,6 @@ def test_a_study_of_failures_fails(fake, capsys):
     started = time.monotonic()
     assert fake("--num-runs", 1, "--widths", 16, "--timeout", 1, name="t", seconds=60) == 1
     assert "not done after 1 s" in capsys.readouterr().err and time.monotonic() - started < 30
-
-
-def test_runs_that_differ_are_on_the_screen(fake, capsys):
-    assert fake("--widths", 32) == 0
-    assert "2.00 (2.00 to 2.00)" in capsys.readouterr().out
-    lines = lines_of()
-    lines[1]["rows"][0]["median_batch_time"] *= 3
-    pathlib.Path("s/results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert command.main(["--report-only", "--no-plots", "--study-name", "s"]) == 0  # told nothing else
-    out = capsys.readouterr().out
-    assert "4.00 (2.00 to 6.00)" in out and "Runs differ" in out and "B 2 W 32 baseline: 2.0 to 6.0 ms" in out
 
 
 # Interruption
@@ -138,26 +127,17 @@ def test_an_interrupted_study_tells_what_it_found_and_goes_on(fake):
     assert time.monotonic() - sent < 10  # 2 s on a machine with nothing else to do
     assert all(map(gone, pathlib.Path("log").read_text().split())) and points_of() and "fused" in output
     before = lines_of()
-    assert 2 <= len(before) < 8 and not [name for name in os.listdir("s") if name.startswith("running")]
+    assert 2 <= len(before) < 8 and "running" not in os.listdir("s")
     assert fake("--num-runs", 4) == 0
     assert lines_of()[:len(before)] == before and len(lines_of()) == 8
-
-
-def test_a_study_without_a_point_leaves_no_report(fake, capsys):
-    study = start(seconds=60)
-    wait_for(lambda: os.path.exists("log"))
-    study.send_signal(signal.SIGINT)
-    assert study.wait(PATIENCE) == 130 and {*os.listdir("s")} == {"config.json"}
-    assert fake("--report-only") == 2 and "no finished point" in capsys.readouterr().err
 
 
 def test_a_line_that_a_kill_cut_short_runs_again_and_a_whole_one_without_its_end_counts(fake):
     assert fake() == 0
     path, before = pathlib.Path("s/results.jsonl"), lines_of()
-    os.mkdir("s/running-killed")
     path.write_bytes(path.read_bytes() + b'{"batch_size": 2, "wid')
-    assert fake("--report-only") == 0 and fake("--num-runs", 3) == 0
-    assert lines_of()[:4] == before and len(lines_of()) == 6 and not os.path.exists("s/running-killed")
+    assert fake() == 0 and fake("--num-runs", 3) == 0
+    assert lines_of()[:4] == before and len(lines_of()) == 6
     before = lines_of()
     path.write_bytes(path.read_bytes().rstrip())  # as an editor leaves it
     assert fake("--num-runs", 4) == 0 and lines_of()[:6] == before and len(lines_of()) == 8
@@ -167,7 +147,7 @@ def test_a_line_that_a_kill_cut_short_runs_again_and_a_whole_one_without_its_end
     ("results.jsonl", "nonsense\n"), ("results.jsonl", '{"run": 1}\n'), ("results.jsonl", {"rows": None}),
     ("results.jsonl", {"rows": [{"name": "fused", "median_batch_time": 1.0}]}),
     ("config.json", "["), ("config.json", {"num_runs": "2"}),
-    ("config.json", '{"study": {"settings": ["baseline"], "seq_lens": [8]}, "command": "", "created": ""}')])
+    ("config.json", '{"study": {"variants": ["baseline"], "seq_lens": [8]}, "command": "", "created": ""}')])
 def test_files_of_another_form_are_one_line(fake, capsys, file, content):
     assert fake() == 0
     path = pathlib.Path("s", file)
@@ -176,7 +156,7 @@ def test_files_of_another_form_are_one_line(fake, capsys, file, content):
         (found["study"] if file == "config.json" else found).update(content)
         content = json.dumps(found) + "\n"
     path.write_text(content)
-    for flags in ([], ["--dry-run"], ["--report-only"]):
+    for flags in ([], ["--dry-run"]):
         capsys.readouterr()
         assert fake(*flags) == 2
         error = capsys.readouterr().err
@@ -199,7 +179,7 @@ def test_more_runs_for_a_finished_study(fake, capsys):
 
 def test_two_studies_never_mix(fake, capsys, monkeypatch):
     assert fake() == 0
-    for flags in (["--widths", 64], ["--settings", "only-first"], ["--", "--seed", "1"]):
+    for flags in (["--widths", 64], ["--variants", "only-first"], ["--", "--seed", "1"]):
         assert fake(*flags) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and "there" in error and "now" in error
@@ -213,22 +193,22 @@ def test_two_studies_never_mix(fake, capsys, monkeypatch):
     assert study.wait(PATIENCE) == 128 + signal.SIGTERM
 
 
-def test_figures_are_written_before_pictures_can_fail(fake, monkeypatch, capsys):
+def test_figures_are_written_before_the_picture_can_fail(fake, monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("a picture")
-    monkeypatch.setattr(command, "draw", broken)
+    monkeypatch.setattr(report, "draw", broken)
     flags = [flag for flag in SMALL if flag != "--no-plots"]
     assert command.main([*flags, "--study-name", "s"]) == 0
-    assert capsys.readouterr().err == "warning: no pictures in report.html: a picture\n"
-    assert len(points_of()) == 4 and '<table id="points">' in pathlib.Path("s/report.html").read_text()
+    assert capsys.readouterr().err == "warning: no speedups.png: a picture\n"
+    assert len(points_of()) == 4 and "<table>" in pathlib.Path("s/report.html").read_text()
 
 
 # Wrong use
 
 @pytest.mark.parametrize("flags, words", [
     (["--batch-sizes", "2 x"], "--batch-sizes: '2 x'"), (["--widths", "0"], "--widths: '0'"),
-    (["--settings", "fussed"], "--settings 'fussed'"), (["--num-runs", "0"], "--num-runs: '0'"),
-    (["--report-only"], "--report-only: needs --study-name"), (["--device", "cuda:77"], "--device cuda:77"),
+    (["--variants", "fussed"], "--variants 'fussed'"), (["--num-runs", "0"], "--num-runs: '0'"),
+    (["--device", "cuda:77"], "--device cuda:77"),
     (["--program", "nowhere.py"], "no such Python file"),
     (["--depth", "1"], "--depth 1; flags of fake_program.py go behind --"),
     (["--", "--learning-rate", "-1"], "--learning-rate: -1.0"),
@@ -246,11 +226,11 @@ def test_wrong_use(flags, words, capsys, tmp_path, monkeypatch):
 def test_without_matplotlib(fake, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command.main(["--program", FAKE]) == 3
-    assert "--no-plots" in capsys.readouterr().err and not os.listdir()
+    assert "plots need matplotlib" in capsys.readouterr().err and not os.listdir()
 
 
 def test_a_dry_run_shows_commands_that_run(fake, capsys):
-    assert fake("--dry-run", "--settings", "given", "--", "--disable-first") == 0
+    assert fake("--dry-run", "--variants", "given", "--", "--disable-first") == 0
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 5 and shown[-1].startswith("4 points to run, 0 finished") and not os.listdir()
     command_line = shown[0].partition(": ")[2]

@@ -1,4 +1,6 @@
 """What the lab asks of a program, and where it finds one."""
+import json
+import subprocess
 import sys
 
 import pytest
@@ -6,6 +8,7 @@ import pytest
 import tests.second_program as second
 from fusion_lab.training.files import UserError
 from fusion_lab.training.program import load_program
+from tests.support import ROOT
 
 
 def test_the_seam_to_a_program():
@@ -36,3 +39,27 @@ def test_a_program_may_have_any_name(name, tmp_path, monkeypatch):
     (tmp_path / name).write_text("from tests.second_program import PROGRAM\n")
     assert load_program(tmp_path / name) is second.PROGRAM
     assert load_program().name == "tiny_openfold_v2.py"
+
+
+@pytest.mark.parametrize("name", ["tiny_openfold_v2", "tests.second_program"])
+def test_whoever_imports_a_model_loads_a_model(name):
+    """No reader of proteins, no picture, no comparison, no profiler; so does a user's program of the lab."""
+    code = (f"import json, sys, {name}; print(json.dumps([(n, m.__file__) for n, m in sys.modules.items() if "
+            "getattr(m, '__file__', None)]))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {module: file for module, file in json.loads(done.stdout) if file.startswith(f"{ROOT}/")}
+    loaded.pop("tests.second_program", None)
+    loaded.pop("tests", None)
+    assert len(loaded) <= 30 and not [module for module in loaded if "measuring" in module], sorted(loaded)
+    of_proteins = {module.rpartition(".")[2] for module in loaded if "proteins." in module}
+    assert of_proteins <= {"options", "seam", "costs", "fast_evoformer", "coevolution", "orientations"}
+    assert sum(len(open(file, encoding="utf-8").readlines()) for file in loaded.values()) <= 4000
+
+
+def test_a_program_that_runs_is_no_module_beside_itself():
+    """Its file is executed once, also where it is what --program names."""
+    done = subprocess.run([sys.executable, "-X", "importtime", "tiny_openfold_v2.py", "--check-flags",
+                           "--program", "tiny_openfold_v2.py"], cwd=ROOT, capture_output=True, text=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and "fusion_lab.training.flags" in imported
+    assert "tiny_openfold_v2" not in imported

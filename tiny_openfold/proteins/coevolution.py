@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import one_hot
 
 from evoformer_kernels.precision import set_tf32_products, tf32_products
-from tiny_openfold.proteins.files import GAP
+from tiny_openfold.proteins import GAP
 
 Q = 21
 FEATURES = Q * Q + 1  # for each pair: a table of states against states, and its strength

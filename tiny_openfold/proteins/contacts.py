@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from fusion_lab.training.feeding import to_device
+from tiny_openfold.proteins import CONTACT_DISTANCE
 from tiny_openfold.proteins.files import Protein
 from tiny_openfold.proteins.orientations import BINS
 from tiny_openfold.proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
 
-CONTACT_DISTANCE = 8.0  # Å, between CB atoms (CA for glycine)
 SEPARATION = 6  # contacts between residues nearer along the chain say nothing about the fold
 LONG_RANGE = 24  # residues apart; such contacts say most about the fold
 MAPS = ("contact_probability", "distances")  # outputs of the model, (L, L)

@@ -7,7 +7,7 @@ one over the MSA tensor. Real kernels move 4 to 6 times as much, which is what f
 stays in a cache can be faster than this bound: at small sizes, look at the launches instead.
 """
 from fusion_lab.training.program import Cost
-from tiny_openfold.proteins.files import TOKENS
+from tiny_openfold.proteins import TOKENS
 
 DISTANCE_BINS = 64
 ELEMENT = {False: 4, True: 2}  # bytes of an activation's, by whether precision is mixed
@@ -22,7 +22,7 @@ def costs(config, fusion, training):
     msa, pair, hidden = m * cm * element, p * cz * element, m * h * element
     row_bias, pair_bias = (p * heads * element for heads in (config.msa_heads, config.pair_heads))
     outer = 2 * p * n * h * h + 2 * p * h * h * cz  # the product of all rows, then the projection
-    if fusion.weight_first(b, n, s):
+    if fusion.weight_first(b, n, s, h, None):
         outer = 2 * m * h * h * cz + 2 * p * n * h * cz
     triangle = Cost(12 * p * cz * cz + 2 * p * s * cz, 9 * pair, 15 * pair)
     attention = Cost(10 * p * cz * cz + 2 * p * cz * config.pair_heads + 4 * p * s * cz,

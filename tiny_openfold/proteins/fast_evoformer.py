@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from evoformer_kernels import limits
+from evoformer_kernels.precision import product_dtype, strict_float32
 from tiny_openfold.layers.custom_gradients import recomputed
 
 
@@ -34,6 +35,14 @@ class Plan:
                    triangle_multiplication=fusion.enable_triton_triangle,
                    outer_product_mean=fusion.enable_triton_outer_layout,
                    transition=fusion.enable_triton_relu, recompute=fusion.enable_selective_checkpointing)
+
+
+def gpu_products(x):
+    """How products of x are made: "half", in 16 bits on a GPU, where our kernels run; "float32", on a GPU
+    without TF32; None, in any other way."""
+    if limits.runs(x):
+        return "half"
+    return "float32" if x.is_cuda and strict_float32(product_dtype(x)) else None
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -159,12 +168,6 @@ class OuterProductMeanTwin(SubLayerTwin):
 
     def takes(self, msa):
         return self.plan.outer_product_mean and limits.runs(msa) and not self.weight_first(msa)
-
-    def weight_first(self, sides):
-        """With kernels only B, N and S of sides count, which are the msa's: so takes() can ask."""
-        if self.plan.outer_product_mean and limits.runs(sides):
-            return self.fusion.weight_first(*sides.shape[:3], tie=False)
-        return super().weight_first(sides)
 
     def forward(self, msa, row_mask=None, onto=None):
         """The update of pair; with `onto`, (pair, msa)."""

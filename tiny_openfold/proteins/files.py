@@ -18,22 +18,19 @@ from pathlib import Path
 import numpy as np
 
 from fusion_lab.training.files import MISSING, UserError
-from tiny_openfold.proteins import containers
-from tiny_openfold.proteins.alignments import (
-    FORMATS,
-    SYMBOLS,
-    first_word,
-    parse_alignment,
-    split_suffix,
+from tiny_openfold.proteins import (  # noqa: F401  for those who read files
+    AMINO_ACIDS,
+    GAP,
+    LETTERS,
+    MASK,
+    TOKENS,
+    UNKNOWN,
+    containers,
 )
+from tiny_openfold.proteins.alignments import FORMATS, SYMBOLS, first_word, parse_alignment, split_suffix
 from tiny_openfold.proteins.matching import align
 
 # --- Tokens ---------------------------------------------------------------------------------------------
-
-AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"  # tokens 0..19
-UNKNOWN, GAP, MASK = 20, 21, 22       # MASK is the trainer's; no file holds it
-LETTERS = AMINO_ACIDS + "X-#"
-TOKENS = len(LETTERS)
 
 TOKEN_OF = np.full(256, 255, np.uint8)  # byte of an alignment -> token
 TOKEN_OF[[*SYMBOLS.lower().encode()]] = TOKEN_OF[[*SYMBOLS.encode()]] = (

@@ -16,8 +16,9 @@ from tiny_openfold.proteins.structure_metrics import compared
 SHOWN = dict(tm_score="TM-score", lddt_ca="lDDT-CA", rmsd="RMSD")
 
 
-def fold(centres, program, settings):
-    """The mode --fold; returns the exit code. centres: of the distogram's bins, Å. Raises UserError."""
+def fold(program, settings):
+    """The mode --fold; returns the exit code. Raises UserError."""
+    centres = program.model.DISTANCE_CENTRES
     return predict(program, settings, "fold", partial(found_fold, centres, settings.training.seed))
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from evoformer_kernels import limits
 from fusion_lab.training import options
 from fusion_lab.training.options import option
-from tiny_openfold.layers import kernel_switches
 
 # The shipped model, of predictions without --resume and of --init-from shipped
 MODEL = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "models", "families.pt")
@@ -17,42 +16,47 @@ OF_PREDICTIONS = ("structure", "query", "min_coordinates", "resume", "eval_seqs"
 @dataclass(frozen=True)
 class TrainingConfig(options.TrainingConfig):
     """Real proteins and which are held out, built-in ones, pictures, predictions."""
-    data: str = option(None, "directory of real proteins: NAME.cif or NAME.pdb beside an alignment NAME.a3m, "
-                             ".sto or .fasta", type=str, metavar="DIR", read=True)
-    holdout: str = option(None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
-    holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
-                                     type=float)
+    data: str | None = option(
+        None, "directory of real proteins: NAME.cif or NAME.pdb beside an alignment NAME.a3m, .sto or "
+        ".fasta", type=str, metavar="DIR", read=True)
+    holdout: str | None = option(
+        None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
+    holdout_fraction: float | None = option(
+        None, "share of families kept out of training", low=0.0, below=1.0, type=float)
     synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners) or "
                                   "natural (Potts models of folds, along a tree)",
                                   choices=("paired", "natural"))
-    real_folds: str = option(None, "with --synthetic-world natural: NPZ file of real chains, pieces of which "
-                                   "are half of the folds (docs/proteins.md)", type=str, metavar="FILE",
-                             read=True)
-    eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs, "
-                                  "with --contacts and --fold 512", low=1, type=int)
+    real_folds: str | None = option(
+        None, "with --synthetic-world natural: NPZ file of real chains, pieces of which are half of the "
+        "folds (docs/proteins.md)", type=str, metavar="FILE", read=True)
+    eval_seqs: int | None = option(
+        None, "alignment rows in the evaluation of real proteins; default: --num-seqs, with --contacts and "
+        "--fold 512", low=1, type=int)
     extra_seqs: int = option(1024, "alignment rows that --coevolution reads in training; an evaluation reads "
                                    "all, at most 4096", low=1)
-    validate_fraction: float = option(None, "share of the families neither trained on nor held out, whose "
-                                            "contact precision decides for --early-stopping and --save-best",
-                                      low=1e-6, below=1.0, type=float)
-    msa: str = option(None, "alignment of one real protein", type=str, metavar="FILE", read=True)
-    structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE",
-                            read=True)
-    query: str = option(None, "name of the query row in --msa, --contacts or --fold; default: the "
-                        "first row", type=str, metavar="NAME")
+    validate_fraction: float | None = option(
+        None, "share of the families neither trained on nor held out, whose contact precision decides for "
+        "--early-stopping and --save-best", low=1e-6, below=1.0, type=float)
+    msa: str | None = option(None, "alignment of one real protein", type=str, metavar="FILE", read=True)
+    structure: str | None = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE",
+                                   read=True)
+    query: str | None = option(None, "name of the query row in --msa, --contacts or --fold; default: the "
+                               "first row", type=str, metavar="NAME")
     min_coordinates: float = option(0.1, "share of a real protein's residues that must have coordinates; "
                                          "fewer are refused", low=0.0, at_most=1.0)
-    plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG, and the numbers "
-                                      "as TSV)", type=str, training_only=True, metavar="DIR")
-    contacts: list = option(None, "predict contacts and distances of alignments (files, directories of them, "
-                            "- for standard input), by the model of this project or that of --resume "
-                            "(docs/contacts.md)", type=str, metavar="ALIGNMENT", mode=OF_PREDICTIONS,
-                            several=True, read=True)
-    fold: list = option(None, "predict the structure of each alignment's first protein, by the same models "
-                        "(docs/folding.md)", type=str, metavar="ALIGNMENT", mode=OF_PREDICTIONS, several=True,
-                        read=True)
-    output: str = option(None, "directory for the files of --contacts and --fold; default: contacts or fold",
-                         type=str, short="-o", metavar="DIR")
+    plot_contacts: str | None = option(
+        None, "directory for contact maps of held-out proteins (PNG, and the numbers as TSV)", type=str,
+        training_only=True, metavar="DIR")
+    contacts: list | None = option(
+        None, "predict contacts and distances of alignments (files, directories of them, - for standard "
+        "input), by the model of this project or that of --resume (docs/contacts.md)", type=str,
+        metavar="ALIGNMENT", mode=OF_PREDICTIONS, several=True, read=True)
+    fold: list | None = option(
+        None, "predict the structure of each alignment's first protein, by the same models "
+        "(docs/folding.md)", type=str, metavar="ALIGNMENT", mode=OF_PREDICTIONS, several=True, read=True)
+    output: str | None = option(
+        None, "directory for the files of --contacts and --fold; default: contacts or fold", type=str,
+        short="-o", metavar="DIR")
 
     def __post_init__(self):
         super().__post_init__()
@@ -79,41 +83,8 @@ class TrainingConfig(options.TrainingConfig):
             self.refuse("real_folds", "needs --synthetic-world natural")
 
 
-@dataclass(frozen=True)
-class TritonSwitches(options.Switches):
-    """Triton kernels of this project, for a GPU (docs/kernels.md)."""
-    enable_triton_attention: bool = option(False, "attention, its gate and, where widths fit, the whole "
-                                           "sub-layer round it", ultra=True)
-    enable_triton_triangle: bool = option(False, "triangle multiplication but for its large GEMM",
-                                          ultra=True)
-    enable_triton_outer_layout: bool = option(False, "outer product mean in its plain order, without "
-                                              "copies of (S, S, h*h) tensors", ultra=True)
-    enable_triton_relu: bool = option(False, "transitions, from LayerNorm to residual", ultra=True)
-    enable_triton_weight_gradients: bool = option(False, "adds a block's small gradients and partial sums in "
-                                                  "one launch each", ultra=True)
-
-    def idle(self, settings, on_gpu):
-        c, training, found = settings.model, settings.training, super().idle(settings, on_gpu)
-        asked = self.attention_backend if self.enable_flash_attention else "math"
-        kernels = self.enable_triton_outer_layout and on_gpu and limits.HAS_TRITON and training.use_amp
-        weight_first = self.weight_first(training.batch_size, c.num_seqs, c.seq_len, tie=not kernels)
-        if on_gpu and not (training.use_amp or training.use_tf32):  # where multiplications count
-            weight_first = weight_first and 2 * c.num_seqs <= c.outer_product_dim
-        found |= {name: why for name, why, holds in (
-            ("enable_opm_fusion", "opm-fusion changes nothing at these sizes",
-             self.enable_opm_fusion and not weight_first),
-            ("attention_backend", "--attention-backend is for fused attention",
-             self.attention_backend != "auto" and not self.enable_flash_attention),
-            ("enable_triton_attention", "triton-attention gives way to the attention that was asked for",
-             self.enable_triton_attention and asked != "auto"),
-            ("enable_triton_outer_layout",
-             "triton-outer-layout is for outer products that are not re-associated",
-             kernels and weight_first),
-            ("enable_triton_weight_gradients", "triton-weight-gradients needs torch.compile",
-             self.enable_triton_weight_gradients and not self.enable_torch_compile)) if holds}
-        return found | kernel_switches.idle_kernels(self, dict(
-            enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
-            enable_triton_triangle=(c.pair_dim,), enable_triton_outer_layout=(c.outer_product_dim,),
-            enable_triton_weight_gradients=(c.pair_dim,),
-            enable_triton_relu=(c.msa_dim, c.pair_dim)), (c.pair_dim, c.msa_heads),
-            training.use_amp, on_gpu)
+def products_of(training, on_gpu):
+    """What gpu_products() of fast_evoformer.py says of the tensors of such a training."""
+    if training.use_amp:
+        return "half" if on_gpu and limits.HAS_TRITON else None
+    return "float32" if on_gpu and not training.use_tf32 else None

@@ -17,7 +17,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from evoformer_kernels.precision import at_least_float32
-from tiny_openfold.proteins import geometry
 
 FAR = 20.0                    # Å between CB atoms; bin 0 is that far or farther
 WIDTH = math.radians(15)      # of all other bins
@@ -30,6 +29,7 @@ SPARE = -sum(BINS.values()) % 8  # outputs that nothing reads: fast GEMMs want a
 
 def beta(n, ca, c):
     """CB (..., L, 3) where L-amino acids have it, for glycine, too; of N, CA, C (..., L, 3)."""
+    from tiny_openfold.proteins import geometry  # which the head does not need
     rotation, place = geometry.frames_of(n, ca, c)
     return place + rotation @ geometry.ideal_residue(place.dtype)[3].to(place.device)
 
@@ -38,6 +38,7 @@ def between(n, ca, cb):
     """{name: angles (..., L, L) in radians} from i (row) to j (column) of atoms (..., L, 3): omega, the
     dihedral angle CA_i CB_i CB_j CA_j; theta, N_i CA_i CB_i CB_j; phi, the angle CA_i CB_i CB_j from 0 to pi.
     Atoms are finite; the diagonal means nothing. Products of matrices, because optimisers ask often."""
+    from tiny_openfold.proteins import geometry
     axes = geometry.rotations(ca - cb, n - ca).movedim(-1, -3)  # (..., 3, L, 3): to CA, towards N, normal
     cb = cb - cb.mean(-2, keepdim=True)  # far from 0 the differences of products lose digits
     v = axes @ cb.unsqueeze(-3).mT - (axes * cb.unsqueeze(-3)).sum(-1, keepdim=True)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from fusion_lab.training.files import UserError, counted, printable
+from tiny_openfold.proteins import AMINO_ACIDS, GAP, LETTERS, TOKENS, UNKNOWN
 from tiny_openfold.proteins.coevolution import row_weights
-from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, TOKENS, UNKNOWN
 from tiny_openfold.proteins.maps import runs, stretches
 
 BASES = [AMINO_ACIDS.index(letter) for letter in "ACGT"]  # U is read as C, see files.py

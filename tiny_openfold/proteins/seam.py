@@ -6,6 +6,7 @@ from fusion_lab.training.program import Model
 from tiny_openfold.layers import attention_choice, kernel_switches
 from tiny_openfold.proteins import costs
 from tiny_openfold.proteins.fast_evoformer import Plan
+from tiny_openfold.proteins.options import products_of
 
 
 class EvoformerForLab(Model):
@@ -33,6 +34,10 @@ class EvoformerForLab(Model):
                 if name.endswith("transition.linear1"):
                     layer.bias[::2] += 8  # five standard deviations of the input
                     layer.bias[1::2] -= 8
+
+    def count_as(self, training, on_gpu):
+        for block in self.blocks:
+            block.outer_product_mean.counted_as = (products_of(training, on_gpu),)
 
     def costs(self, training):
         return costs.costs(self.config, self.fusion, training)

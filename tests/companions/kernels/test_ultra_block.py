@@ -72,7 +72,7 @@ def test_the_comparison_of_a_shape():
     ways = {name: ultra.WAYS[name] for name in (ultra.ULTRA, ultra.EAGER)}
     with mock.patch.object(llama, "runs", lambda x: True), mock.patch.multiple(ultra, WAYS=ways, ROUNDS=2):
         for make in (ultra.Forward, PROGRAM.trainer):
-            rows = ultra.contest(make, PROGRAM, settings, torch.device("cpu"))
+            rows = ultra.rows_of(make, PROGRAM, settings, torch.device("cpu"))
             assert [row["name"] for row in rows] == [*ways]
             assert all(0 < row["median"] for row in rows) and ultra.verdict(rows)
             assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
