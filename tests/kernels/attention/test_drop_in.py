@@ -142,10 +142,11 @@ def test_what_is_refused_in_one_line():
     _, _, (q, k, v, bias) = problem(torch.float32, S)
     mask, lengths = torch.ones(1, 3, 1, 1, S), torch.ones(1, 3, 1, 1, 1, dtype=torch.int32)
     for given, more, words in (
-            ((q, k, v.half(), bias), {}, "v torch.float16, but"), ((q, k, v[:, :2], bias), {}, r"v is \(1, 2, 2"),
-            ((q, k, v, bias.to("meta")), {}, "bias is on meta"), ((q, k, v, None), {}, "bias is missing"),
+            ((q, k, v.half(), bias), {}, "v torch.float16, but"), ((q, k, v, None), {}, "bias is missing"),
+            ((q, k, v[:, :2], bias), {}, r"v is \(1, 2"), ((q, k, v, bias.to("meta")), {}, "bias is on meta"),
             ((q, k, v, bias[:, :, :1]), {}, r"bias is \(1, 1, 1, 13, 13\), but"),
-            ((q, k, v, bias.expand(1, 3, 2, S, S)), {}, r"bias is \(1, 3"), ((q[None], k, v, bias), {}, "q is"),
+            ((q, k, v, bias.expand(1, 3, 2, S, S)), {}, r"bias is \(1, 3"),
+            ((q[None], k, v, bias), {}, r"q is \(1, 1"),
             ((q[..., :0], k[..., :0], v[..., :0], bias), {}, "D at least 1"),
             ((q, k, v, bias), dict(mask=mask[:, :1]), r"mask is \(1, 1, 1, 1, 13\), but"),
             ((q, k, v, bias), dict(mask=mask[..., :1]), r"mask is \(1, 3, 1, 1, 1\), but"),

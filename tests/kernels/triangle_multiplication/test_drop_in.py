@@ -1,5 +1,5 @@
-"""Triangle multiplication under cuEquivariance's name: by its definition, in the dimensions and precisions that
-release 0.13 takes, and in PyTorch's operations."""
+"""Triangle multiplication under cuEquivariance's name: by its definition, in the dimensions and
+precisions that release 0.13 takes, and in PyTorch's operations."""
 import pytest
 import torch
 
@@ -57,7 +57,8 @@ def by_hand(x, direction, mask, norm_in_weight, norm_in_bias, p_in_weight, p_in_
 def drawn(d=16):
     """x, a mask, and all weights of hidden width d by their names."""
     torch.manual_seed(2)
-    sizes = dict(norm_in=(16,), p_in=(2 * d, 16), g_in=(2 * d, 16), norm_out=(d,), p_out=(16, d), g_out=(16, 16))
+    sizes = dict(norm_in=(16,), p_in=(2 * d, 16), g_in=(2 * d, 16), norm_out=(d,), p_out=(16, d),
+                 g_out=(16, 16))
     given = {f"{name}_weight": torch.randn(size) / len(size) ** 2 for name, size in sizes.items()}
     given |= {f"{name}_bias": torch.randn(size[:1]) for name, size in sizes.items()}
     return torch.randn(2, 5, 5, 16), (torch.rand(2, 5, 5) > 0.3).float(), given
@@ -78,11 +79,13 @@ def test_the_names_of_cuequivariance(direction, d):
 
 def test_x_and_mask_of_two_to_six_dimensions():
     x, mask, given = drawn()
-    expected, alike = (by_hand(x, "outgoing", m, **given) for m in (mask, mask[:1]))
+    twice = [torch.stack([t, t]) for t in (x, mask)]
+    expected, alike, one = (by_hand(some, "outgoing", present, **given) for some, present in (
+        (x, mask), (x, mask[:1]), (x[1:, :1, :1], mask[1:, :1, :1])))
     for some, present, out in (
             (x[1], mask[1], expected[1]), (x[1], mask[None, None, 1], expected[1]), (x, mask[0], alike),
-            (x[:, None], mask, expected[:, None]), (x[:, None, None], mask[None], expected[:, None, None]),
-            (x[1, 0, :1], mask[1, 0, :1], by_hand(x[1:, :1, :1], "outgoing", mask[1:, :1, :1], **given)[0, 0])):
+            (x[:, None], mask, expected[:, None]), (x[1, 0, :1], mask[1, 0, :1], one[0, 0]),
+            (twice[0][None], twice[1], torch.stack([expected, expected])[None])):
         torch.testing.assert_close(update(some, "outgoing", present, **given), out, atol=1e-4, rtol=1e-4)
 
 
