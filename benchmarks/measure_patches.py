@@ -8,11 +8,11 @@ The blocks are pair blocks (c_z 128) and OpenFold's Evoformer block (64 rows, c_
 packages or from checkouts in --path, as many as --blocks behind each other. A step is forward and backward,
 called from Python, under autocast in bfloat16, without dropout, with and without activation checkpointing of
 each block; ways alternate. Columns: the step's time, the GPU's share of it (replayed graphs' kernels, too),
-peak memory. Errors are against the blocks in float32: of outputs, gradients of inputs and gradients of parameters, each
-the largest |difference| / |exact| of a tensor. --compiled adds the block by torch.compile, as it is and
-patched. Writes OUT/patches.json after each size. Exit code 1 if an error of ours is above three times that of
-the blocks as they are or our kernels did not run, 3 where no project is there, 4 without a GPU (--quick tries
-the script on a CPU, where all ways run the blocks' own code).
+peak memory. Errors are against the blocks in float32: of outputs, gradients of inputs and gradients of
+parameters, each the largest |difference| / |exact| of a tensor. --compiled adds the block by torch.compile,
+as it is and patched. Writes OUT/patches.json after each size. Exit code 1 if an error of ours is above three
+times that of the blocks as they are or our kernels did not run, 3 where no project is there, 4 without a GPU
+(--quick tries the script on a CPU, where all ways run the blocks' own code).
 """
 import copy
 import inspect

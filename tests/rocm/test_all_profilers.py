@@ -18,7 +18,7 @@ def test_exit_code_of_all_and_the_page(codes, only, expected, tmp_path):
     outcomes = {str(i): Outcome(code, "a|b") for i, code in enumerate(codes)}
     assert all_profilers.conclude(tmp_path, outcomes, ["--note", "`|`"], only) == expected
     page = (tmp_path / "PROFILING_SUMMARY.md").read_text()
-    assert len(re.findall(r"^\| \d \| (PASS|SKIP|FAIL) \|", page, re.MULTILINE)) == len(codes)
+    assert len(re.findall(r"^\| \d +\| (PASS|SKIP|FAIL) +\|", page, re.MULTILINE)) == len(codes)
     assert "a\\|b" in page
 
 
@@ -35,7 +35,7 @@ def run_all(machine, tmp_path, monkeypatch):
         machine(release, **environment)
         done = start("all", "-o", "all", "--force", *arguments)
         page = (tmp_path / "work place" / "all" / "PROFILING_SUMMARY.md").read_text()
-        return done.returncode, dict(re.findall(r"^\| (\S+) \| (PASS|SKIP|FAIL) ", page, re.MULTILINE)), page
+        return done.returncode, dict(re.findall(r"^\| (\S+) +\| (PASS|SKIP|FAIL) ", page, re.MULTILINE)), page
     return run
 
 
