@@ -113,7 +113,7 @@ class Bound:
 
     Triton looks at every argument of every launch. A Bound lets it look once, and then starts the compiled
     kernel, as Triton has it (`compiled[grid](...)`). So whoever keeps one gives it tensors that are alike:
-    None or not, of the same dtypes and device, and at addresses that 16 divides or not (calls.looks).
+    None or not, of the same dtypes and device, and at addresses that 16 divides or not (family.looks).
     """
 
     def __init__(self, kernel, grid, numbers=(), **options):
@@ -146,8 +146,11 @@ def bind(bound, name, kernel, grid, numbers=(), **options):
 
 
 def multiplies(x, dtype):
-    """Whether our kernels multiply in this dtype where x lies: in the interpreter also in float32."""
-    return dtype in HALF or dtype == torch.float32 and not x.is_cuda
+    """Whether our kernels multiply in this dtype where x lies: on a GPU in 16 bits, in the interpreter also
+    in float32, on a CPU without it not at all."""
+    if x.is_cuda:
+        return dtype in HALF
+    return dtype in (*HALF, torch.float32) and (is_fake(x) or on_cpu())
 
 
 def check_dtype(x, what):

@@ -51,7 +51,8 @@ class Plan:
 
         numbers: the kernel's parameters behind its tensors, by position: sizes, and which rows. A launch is
         kept by them, since rounds of rows differ in nothing else. options: a function that returns all others
-        by name, strides and flags; a kept launch needs none. grid: a function of a configuration. summed: the
+        by name, strides and flags. They must follow from the plan's key and the numbers: a kept launch does
+        not look at them again. grid: a function of a configuration. summed: the
         last of the tensors has a row for the partial sums of each program; where it has another number of
         rows, sums.room() adjusts.
         """
@@ -74,13 +75,18 @@ class Plan:
 
 
 def looks(tensors):
-    """What a Call may depend on of these tensors (None: not there): the key to keep it by. Triton compiles
+    """What a Plan may depend on of these tensors (None: not there): the key to keep it by. Triton compiles
     for addresses that 16 divides and, on AMD, for storages below 2 GB."""
     found = [t if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
              for t in tensors]
     if ON_AMD:
         found += [t is not None and t.untyped_storage().nbytes() >= 1 << 31 for t in tensors]
     return found
+
+
+def aligned(x):
+    """x at an address that 16 divides, for which kept launches are compiled."""
+    return x if is_fake(x) or not x.data_ptr() & 15 else x.clone()
 
 
 def refuse_transforms(name):
@@ -113,9 +119,9 @@ class Refusal(torch.autograd.Function):
 
 
 def once(name):
-    """A decorator for backward of an autograd.Function of this name. It gets contiguous gradients, at
-    addresses that compiled kernels take. A second derivative is a RuntimeError: torch's once_differentiable
-    raises only if the gradient requires a gradient itself."""
+    """A decorator for backward of an autograd.Function of this name. It gets contiguous gradients. A second
+    derivative is a RuntimeError: torch's once_differentiable raises only if the gradient requires a gradient
+    itself."""
     def guard(backward):
         @functools.wraps(backward)
         def guarded(ctx, *gradients):
@@ -126,7 +132,6 @@ def once(name):
                     found = guarded(ctx, *gradients)
                 return Refusal.apply(torch.zeros((), requires_grad=True), name, *found)
             with where(gradients[0]):
-                gradients = [g.contiguous() for g in gradients]
-                return backward(ctx, *(g.clone() if g.data_ptr() & 15 else g for g in gradients))
+                return backward(ctx, *(g.contiguous() for g in gradients))
         return guarded
     return guard

@@ -37,9 +37,9 @@ def strict_float32(dtype):
 
 
 def product_dtype(x):
-    """The dtype that autocast gives to products of x, where it is on; else that of x."""
+    """The dtype that autocast gives to products of x, where it is on; else that of x, as of float64."""
     kind = x.device.type
-    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    on = kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else x.dtype
 
 

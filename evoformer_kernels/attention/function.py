@@ -17,7 +17,7 @@ from torch import Tensor
 from evoformer_kernels import projections
 from evoformer_kernels.attention import output_backward, plan
 from evoformer_kernels.attention.layout import views
-from evoformer_kernels.attention.plan import Inputs, Kept, Settings
+from evoformer_kernels.attention.plan import Behind, Inputs, Kept, Settings
 from evoformer_kernels.common import check_onto, check_shapes
 from evoformer_kernels.family import once, refuse_transforms
 from evoformer_kernels.precision import product_dtype
@@ -33,13 +33,6 @@ class Before(NamedTuple):
     head_weight: Tensor | None = None  # (H, c)
 
 
-class Behind(NamedTuple):
-    """The output projection, and factors of dropout, which broadcast to x."""
-    weight: Tensor | None = None  # (c, c)
-    bias: Tensor | None = None  # (c,)
-    drop: Tensor | None = None
-
-
 class Around(NamedTuple):
     """eps of the LayerNorm; whether the update is added to x; whether backward recomputes y; whether
     attention takes the transpose of the bias that LayerNorm(x) makes."""
@@ -48,8 +41,6 @@ class Around(NamedTuple):
     recompute: bool = False
     turned: bool = False
 
-
-SPLIT = len(Inputs._fields), len(Kept._fields), len(Before._fields), len(Behind._fields)
 
 
 def apart(tensors, *classes):
@@ -79,12 +70,14 @@ class Attention(torch.autograd.Function):
             if before.head_weight is not None:
                 inputs = inputs._replace(bias=own_bias.mT if around.turned else own_bias)
         ctx.bias = None if inputs.bias is None else (inputs.bias.shape, inputs.bias.dtype)
+        if ctx.bias and not settings.lift:  # kernels of backward may read it as it is, too
+            inputs = inputs._replace(bias=inputs.bias.contiguous())
         kept = Kept(*plan.FORWARD(**inputs._asdict(), **settings._asdict()))
         length = views(inputs[:1] if inputs.k is None else inputs[:3], *settings[:2])[0].shape[3]
-        _, as_it_is, for_keys, transpose = plan.form(inputs, length, settings)
-        kept = kept._replace(bias=inputs.bias if as_it_is else kept.bias if ctx.bias else None,
-                             bias_transposed=kept.bias_transposed if transpose else None,
-                             key_bias=kept.key_bias if for_keys else None)
+        read = plan.how_read(inputs, length, settings)
+        kept = kept._replace(bias=inputs.bias if read.as_it_is else kept.bias if ctx.bias else None,
+                             bias_transposed=kept.bias_transposed if read.transposed else None,
+                             key_bias=kept.key_bias if read.for_keys else None)
         saved = inputs._replace(q=None if around.recompute else inputs.q, bias=None, key_mask=None)
         ctx.save_for_backward(*saved, *kept, *before, *behind)
         if behind.weight is None:
@@ -154,7 +147,7 @@ def gated_attention(qkvg, heads, axis, bias=None, key_mask=None, gate_bias=None,
     """Gated attention along axis 1 or 2 of (B, X, Y, c), a row for each position on the other.
 
     qkvg: [packed], q, k, v and gate behind each other (B, X, Y, 4 c), or [q, k, v, gate]; bias (B, H, L, L),
-    nowhere below -1e9, or with lift of any strides and values; key_mask (B, L) or (B, R, L) for each row,
+    nowhere below -1e9, with lift also below; key_mask (B, L) or (B, R, L) for each row,
     other than 0 = present; gate_bias (c,), added to the gate. Returns (B, X, Y, c). Gradients for all but
     key_mask.
     """
@@ -181,7 +174,7 @@ def row_attention(q, k, v, bias=None, key_mask=None, scale=None):
     check_added(bias, key_mask, B, rows, heads, length)
     scale = width ** -0.5 if scale is None else float(scale)
     return apply(Inputs(q, k, v, bias=bias, key_mask=key_mask),
-                 Settings(heads, 0, scale, True, torch.is_grad_enabled()))
+                 Settings(heads, 0, scale, lift=True, learns=torch.is_grad_enabled()))
 
 
 class Weights(NamedTuple):
@@ -228,7 +221,7 @@ def attention_layer(x, weights, heads, axis, bias=None, key_mask=None, eps=1e-5,
     check_added(bias, key_mask, B, Y if axis == 1 else X, heads, X if axis == 1 else Y)
     w = weights.cast(product_dtype(x))
     turned = own and (axis == 1 if turned is None else turned)
-    settings = Settings(heads, axis, (c // heads) ** -0.5, turned, torch.is_grad_enabled())
+    settings = Settings(heads, axis, (c // heads) ** -0.5, lift=turned, learns=torch.is_grad_enabled())
     return apply(Inputs(None, gate_bias=w.gate_bias, bias=bias, key_mask=key_mask), settings,
                  Before(x.contiguous(), w.norm_weight, w.norm_bias, w.weight, w.head_weight),
                  Behind(w.out_weight, w.out_bias, drop), Around(eps, onto is x, recompute, turned))

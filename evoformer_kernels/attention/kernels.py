@@ -1,4 +1,4 @@
-"""The Triton kernels of biased attention. call.py says which of them run when, and launches them.
+"""The Triton kernels of biased attention. plan.py says which of them run when, and launches them.
 
 Tensors: B samples, R rows, H heads, L positions of a row, D channels of a head. LP: L, rounded up to tiles.
 Tiles: BM queries, BN keys, BD channels: D rounded up to a power of two, 16 at least. RU: rows that a program

@@ -130,6 +130,7 @@ def launch(bias, key_mask, LP, dtype, transpose, lift=False, bound=None):
     out then is, too; key_mask (B, L) or (1, L), other than 0 where a key is present, or None. lift: what is
     below MASKED, -inf as well, becomes that. bound: as in common.bind()."""
     size, name = (*bias.shape[:-2], LP, LP), "padded_bias"
+    key_mask = None if key_mask is None else in_bytes(key_mask.contiguous())
     out, transposed = bias.new_empty(size, dtype=dtype), None
     if transpose:
         transposed = bias.new_empty(size, dtype=dtype)
@@ -141,7 +142,7 @@ def launch(bias, key_mask, LP, dtype, transpose, lift=False, bound=None):
     B, H, L = bias.shape[0], *bias.shape[-3:-1]
     key_mask_stride_sample = 0
     if key_mask is not None:
-        key_mask, key_mask_stride_sample = in_bytes(key_mask.contiguous()), L * (len(key_mask) > 1)
+        key_mask_stride_sample = L * (len(key_mask) > 1)
     T = min(TILE, LP)  # which divides LP
     bind(bound, name, attention_padded_bias_kernel, (B * H, LP // T, LP // T),
          (H, L, LP, bias.stride(0), *bias.stride()[-3:], key_mask_stride_sample),

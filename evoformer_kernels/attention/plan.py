@@ -38,7 +38,7 @@ from evoformer_kernels.attention.layout import as_rows, check, strides, views, w
 from evoformer_kernels.attention.padded_bias import HOLD_PADDING
 from evoformer_kernels.attention.tile_candidates import CANDIDATES, STORED
 from evoformer_kernels.common import bind, cdiv, operation, padded_width, products_in_registers
-from evoformer_kernels.family import Plan
+from evoformer_kernels.family import Plan, aligned
 from evoformer_kernels.reductions import sums
 
 BLIND = ("attention_gate_backward_kernel", "attention_backward_bias_kernel", "attention_backward",
@@ -151,8 +151,9 @@ class Inputs(NamedTuple):
     v: Tensor | None = None
     gate: Tensor | None = None
     gate_bias: Tensor | None = None  # (c,)
-    bias: Tensor | None = None  # (B, H, L, L) or (B, 1, H, L, L)
-    key_mask: Tensor | None = None  # (B, L) of all rows, (B, R, L) or (B, R, 1, 1, L); B and R may be 1
+    bias: Tensor | None = None  # (B, H, L, L) or (B, 1, H, L, L); in backward as kernels read it
+    # (B, L) of all rows, (B, R, L) or (B, R, 1, 1, L), B and R may be 1; in backward key_bias (B, R, LP)
+    key_mask: Tensor | None = None
 
     @classmethod
     def of(cls, qkvg, **others):
@@ -169,7 +170,8 @@ class Settings(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What forward leaves for backward beside its inputs. bias is padded, None where it is read as it is; its
+    """What forward leaves for backward beside its inputs. bias is padded, None where it is read as it is,
+    because the Function keeps the input then; its
     transpose None where backward does not read that; key_bias None where nothing is added for keys."""
     out: Tensor
     lse: Tensor
@@ -179,8 +181,10 @@ class Kept(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """An output projection with dropout behind attention: then the gradient is that of its result."""
-    weight: Tensor | None = None
+    """The output projection behind attention, and factors of dropout, which broadcast to its result. With it
+    the gradient that backward begins with is that of its result."""
+    weight: Tensor | None = None  # (c, c)
+    bias: Tensor | None = None  # (c,)
     drop: Tensor | None = None
 
 
@@ -197,15 +201,22 @@ class Gradients(NamedTuple):
     out_bias_sums: Tensor | None
 
 
-def form(inputs, length, settings):
-    """(folds, as_it_is, for_keys, transpose): whether the key mask goes into the bias; whether kernels read
-    the bias as it is; whether something is added to scores by key; whether backward reads a transpose."""
+class Read(NamedTuple):
+    """How kernels read what is added to scores."""
+    folds: bool  # the key mask goes into the bias
+    as_it_is: bool  # the bias needs no padding
+    for_keys: bool  # something is added to scores by key
+    transposed: bool  # backward reads a transpose of the bias
+
+
+def how_read(inputs, length, settings):
+    """Read, from what the Function and the plan both know."""
     biased, mask = inputs.bias is not None, inputs.key_mask
     folds = biased and mask is not None and mask.dim() == 2
     exact = padded_length(length) == length
     as_it_is = biased and not folds and not settings.lift and exact and inputs.bias.dtype in HOLD_PADDING
     for_keys = not folds and (mask is not None or not biased and not exact)
-    return folds, as_it_is, for_keys, biased and settings.learns and length > longest_short()
+    return Read(folds, as_it_is, for_keys, biased and settings.learns and length > longest_short())
 
 
 class OfScores(NamedTuple):
@@ -236,29 +247,29 @@ class AttentionPlan(Sizes, Plan):
         if max(self.B * self.H, self.R) >= 1 << 16 or TALLEST * position_stride >= 1 << 31:
             raise ValueError(f"attention over {tuple(q.shape)} is too large for one launch")
         self.stored = None  # the tuner's choice for backward, once it was asked
-        self.folds, self.as_it_is, self.for_keys, self.transpose = form(inputs, self.L, settings)
+        self.read = how_read(inputs, self.L, settings)
         # Numbers of five kernels, behind their tensors and in their order (see run()):
         self.scale, self.sizes = settings.scale, (self.R, self.H, self.L, self.LP, self.D, settings.scale)
-        mask = inputs.key_mask if self.for_keys else None
+        mask = inputs.key_mask if self.read.for_keys else None
         samples, rows = (1, 1) if mask is None else (len(mask), 1 if mask.dim() == 2 else mask.shape[1])
         apart = rows * self.LP if samples > 1 else 0, self.LP if rows > 1 else 0
         self.own_masks = mask is not None and rows == self.R  # whether rows have masks of their own
         self.strides = dict(key_bias_strides=apart, q_strides=strides(q))
-        self.flags, self.bias_flag = dict(KEY_BIAS=self.for_keys), dict(BIAS=inputs.bias is not None)
+        self.flags, self.bias_flag = dict(KEY_BIAS=self.read.for_keys), dict(BIAS=inputs.bias is not None)
         self.biased, self.gated = inputs.bias is not None, settings.axis > 0
         self.gate_flags = dict(GATE=self.gated, GATE_BIAS=self.gated and inputs.gate_bias is not None)
 
     def added(self, inputs):
         """What is added to scores, as kernels read it: the bias, its transpose and key_bias, or None."""
         bias, mask, transposed, key_bias = inputs.bias, inputs.key_mask, None, None
-        if self.as_it_is:
+        if self.read.as_it_is:
             bias = bias.contiguous()
-            transposed = bias.mT.contiguous() if self.transpose else None
+            transposed = bias.mT.contiguous() if self.read.transposed else None
         elif bias is not None:
             dtype = bias.dtype if bias.dtype in HOLD_PADDING else torch.float32
-            bias, transposed = padding.launch(bias, mask if self.folds else None, self.LP, dtype,
-                                              self.transpose, self.settings.lift, self.bound)
-        if self.for_keys:
+            bias, transposed = padding.launch(bias, mask if self.read.folds else None, self.LP, dtype,
+                                              self.read.transposed, self.settings.lift, self.bound)
+        if self.read.for_keys:
             mask = inputs.q.new_ones(1, self.L) if mask is None else mask
             mask = mask[:, None] if mask.dim() == 2 else mask
             key_bias = padding.launch_key_bias(mask, self.LP, self.bound)
@@ -277,7 +288,7 @@ class AttentionPlan(Sizes, Plan):
                  lambda: dict(self.strides, gate_strides=strides(gate),
                               out_strides=strides(as_rows(out, heads, axis)), **self.gate_flags,
                               **self.bias_flag, **self.flags), self.sizes)
-        return Kept(out, lse, None if self.as_it_is else bias, transposed, key_bias)
+        return Kept(out, lse, None if self.read.as_it_is else bias, transposed, key_bias)
 
     def backward(self, inputs, kept, behind, gradient, gate_sums, bias_dtype, turned):
         """Gradients. This plan is of inputs with the bias and the key_bias that forward kept. gate_sums: how
@@ -322,7 +333,8 @@ class AttentionPlan(Sizes, Plan):
             lambda: dict(out_strides=strides(as_rows(out, heads, axis)), dq_strides=strides(dq)))
         self.backward_of_scores(of_scores, bias_sums)
         if self.L == 1:
-            dq.zero_(), dk.zero_()
+            dq.zero_()
+            dk.zero_()
         elif self.own_masks and not self.short:  # whose kernel does it by itself
             self.zero_where_one_key_is(kept.key_bias, dq, dk)
 
@@ -355,61 +367,61 @@ class AttentionPlan(Sizes, Plan):
         ready(key_bias, dq, dk)
 
 
-def short_rows(call, given, bias_sums):
+def short_rows(plan, given, bias_sums):
     """dq, dk, dv and, with a bias, its partial sums: ds of each row, or the sums of rounds of rows."""
-    for number, (first_row, end_row) in enumerate(call.short_rounds):
-        in_place = given.bias is None or call.dscores_are_sums
-        dscores = bias_sums if in_place else call.new_dscores(given.dq, first_row, end_row)
-        call.run(kernels.attention_backward_short_kernel,
+    for number, (first_row, end_row) in enumerate(plan.short_rounds):
+        in_place = given.bias is None or plan.dscores_are_sums
+        dscores = bias_sums if in_place else plan.new_dscores(given.dq, first_row, end_row)
+        plan.run(kernels.attention_backward_short_kernel,
                  (*given.qkv, given.bias, *given.saved, given.dq, given.dk, given.dv, dscores),
                  lambda config, rows=end_row - first_row: (cdiv(rows, config["ROWS"]),
-                                                           call.B * call.H),
-                 lambda: dict(call.strides, **given.strides(), **call.bias_flag, **call.flags, BL=call.LP),
-                 (*call.sizes, first_row, end_row))
+                                                           plan.B * plan.H),
+                 lambda: dict(plan.strides, **given.strides(), **plan.bias_flag, **plan.flags, BL=plan.LP),
+                 (*plan.sizes, first_row, end_row))
         if not in_place:
             torch.sum(dscores, 0, dtype=torch.float32, out=bias_sums[number])
 
 
-def key_gradients(call, given, dscores, first_row, end_row):
+def key_gradients(plan, given, dscores, first_row, end_row):
     """dk and dv of these rows, and ds where there is memory for it, dscores."""
     stored = dscores is not None
-    call.run(kernels.attention_backward_kv_kernel,
+    plan.run(kernels.attention_backward_kv_kernel,
              (*given.qkv, given.bias_transposed, *given.saved, given.dk, given.dv, dscores),
-             lambda config: (cdiv(call.L, config["BN"]), call.B * call.H,
+             lambda config: (cdiv(plan.L, config["BN"]), plan.B * plan.H,
                              cdiv(end_row - first_row, config["RU"])),
-             lambda: dict(call.strides, **given.strides(), **call.bias_flag, **call.flags, STORE=stored),
-             (*call.sizes, first_row, end_row), kind=AND_STORES if stored else "")
+             lambda: dict(plan.strides, **given.strides(), **plan.bias_flag, **plan.flags, STORE=stored),
+             (*plan.sizes, first_row, end_row), kind=AND_STORES if stored else "")
 
 
-def recompute_scores(call, given):
+def recompute_scores(plan, given):
     """dq, dk and dv, by two kernels that recompute scores."""
-    call.run(kernels.attention_backward_q_kernel, (*given.qkv, given.bias, *given.saved, given.dq),
-             call.grid, lambda: dict(call.strides, **given.strides(), **call.bias_flag, **call.flags),
-             call.sizes)
-    key_gradients(call, given, None, 0, call.R)
+    plan.run(kernels.attention_backward_q_kernel, (*given.qkv, given.bias, *given.saved, given.dq),
+             plan.grid, lambda: dict(plan.strides, **given.strides(), **plan.bias_flag, **plan.flags),
+             plan.sizes)
+    key_gradients(plan, given, None, 0, plan.R)
 
 
-def sum_bias(call, given, bias_sums):
+def sum_bias(plan, given, bias_sums):
     """A partial sum of the bias's gradient for each share of the rows; scores are recomputed."""
     shares = bias_sums.shape[0]
-    call.run(kernels.attention_backward_bias_kernel, (*given.qkv, given.bias, *given.saved, bias_sums),
-             lambda config: (cdiv(call.L, config["BM"]) * cdiv(call.L, config["BN"]), shares,
-                             call.B * call.H),
-             lambda: dict(call.strides, out_strides=given.strides()["out_strides"], **call.flags),
-             (*call.sizes, cdiv(call.R, shares)))
+    plan.run(kernels.attention_backward_bias_kernel, (*given.qkv, given.bias, *given.saved, bias_sums),
+             lambda config: (cdiv(plan.L, config["BM"]) * cdiv(plan.L, config["BN"]), shares,
+                             plan.B * plan.H),
+             lambda: dict(plan.strides, out_strides=given.strides()["out_strides"], **plan.flags),
+             (*plan.sizes, cdiv(plan.R, shares)))
 
 
-def store_dscores(call, given, bias_sums, most):
+def store_dscores(plan, given, bias_sums, most):
     """All gradients from stored ds, of which at most so many bytes are there at a time."""
     shares = bias_sums.shape[0]
-    for first_row, end_row in call.rounds(most):
-        dscores = call.new_dscores(given.dq, first_row, end_row)
-        key_gradients(call, given, dscores, first_row, end_row)
-        call.run(kernels.attention_backward_scores_kernel, (given.qkv[1], dscores, given.dq, bias_sums),
-                 lambda config: (cdiv(call.L, config["BM"]), shares, call.B * call.H),
-                 lambda: dict(q_strides=call.strides["q_strides"], dq_strides=given.strides()["dq_strides"],
-                              LP=call.LP, NO_PADDING=call.L == call.LP and call.D == call.BD),
-                 (call.H, call.L, call.D, call.scale, first_row, end_row,
+    for first_row, end_row in plan.rounds(most):
+        dscores = plan.new_dscores(given.dq, first_row, end_row)
+        key_gradients(plan, given, dscores, first_row, end_row)
+        plan.run(kernels.attention_backward_scores_kernel, (given.qkv[1], dscores, given.dq, bias_sums),
+                 lambda config: (cdiv(plan.L, config["BM"]), shares, plan.B * plan.H),
+                 lambda: dict(q_strides=plan.strides["q_strides"], dq_strides=given.strides()["dq_strides"],
+                              LP=plan.LP, NO_PADDING=plan.L == plan.LP and plan.D == plan.BD),
+                 (plan.H, plan.L, plan.D, plan.scale, first_row, end_row,
                   cdiv(end_row - first_row, shares)))
 
 
@@ -430,8 +442,8 @@ def attention_backward(
     Returns Gradients, where None is empty."""
     inputs = Inputs(q, k, v, gate, gate_bias, bias, key_bias)
     return listed(AttentionPlan.of(inputs, heads, axis, scale).backward(
-        inputs, Kept(out, lse, bias, bias_transposed, key_bias), Behind(weight, drop), gradient, gate_sums,
-        bias_dtype, turned), q)
+        inputs, Kept(out, lse, bias, bias_transposed, key_bias), Behind(weight, None, drop),
+        aligned(gradient), gate_sums, bias_dtype, turned), q)
 
 
 def listed(tensors, like):

@@ -14,14 +14,14 @@ import warnings
 from torch import nn
 
 from evoformer_kernels.patches.projects import BESIDE, BLOCKS, LAYERS, adds
-from evoformer_kernels.patches.triangle import Unfit, require
+from evoformer_kernels.patches.triangle import HOOKS, Unfit, require
 
 CLASSES = {name for readers in LAYERS.values() for name in readers}
 KNOWN = {  # arguments of their forwards: what is computed, and how, which is ours to choose
-    "x", "z", "mask", "transpose_bias", "inplace_safe", "_add_with_inplace", "_inplace_chunk_size",
-    "chunk_size", "use_kernels", "use_memory_efficient_kernel", "use_deepspeed_evo_attention",
-    "use_cueq_triangle_kernels", "use_triton_triangle_kernels", "use_lma", "triangle_attention",
-    "triangle_multiplicative"}
+    "self", "input", "x", "z", "mask", "transpose_bias", "inplace_safe", "_add_with_inplace",
+    "_inplace_chunk_size", "chunk_size", "use_kernels", "use_memory_efficient_kernel",
+    "use_deepspeed_evo_attention", "use_cueq_triangle_kernels", "use_triton_triangle_kernels", "use_lma",
+    "triangle_attention", "triangle_multiplicative"}
 
 
 class Forward:
@@ -30,24 +30,26 @@ class Forward:
     def __init__(self, layer, read, smallest, said=None):
         self.layer, self.read, self.smallest, self.said = layer, read, smallest, said
         self.why = "own code: not called yet"
-        parameters = inspect.signature(type(layer).forward).parameters
-        self.names = list(parameters)[1:]
-        self.unknown = {name: p.default for name, p in parameters.items() if name not in {"self", *KNOWN}}
+        self.signature = inspect.signature(type(layer).forward)
+        self.first = list(self.signature.parameters)[1]
+        self.hooks = [getattr(m, name) for m in layer.modules() if m is not layer for name in HOOKS]
 
     def __call__(self, *arguments, **named):
-        given = dict(zip(self.names, arguments, strict=False), **named)
-        x = given[self.names[0]]
+        given = self.signature.bind(self.layer, *arguments, **named).arguments
+        x = given[self.first]
         if x.shape[-2] < self.smallest:
             self.why = f"own code: fewer than {self.smallest} residues"
             return type(self.layer).forward(self.layer, *arguments, **named)
         try:
-            for name, default in self.unknown.items():
-                value = given.get(name, default)
+            require(not any(self.hooks), "a hook on a part of it")
+            for name, value in given.items():
+                default = self.signature.parameters[name].default
                 usual = value is default or isinstance(value, (bool, int, float, str)) and value == default
-                require(usual, f"an argument that is not known here, {name}")
-            turns = [True] * bool(given.get("transpose_bias"))
-            update = self.read(self.layer).update(x, given.get("mask"), *turns)
-        except Unfit as reason:
+                empty = isinstance(value, (dict, tuple)) and not value  # of *arguments and **named
+                require(usual or empty or name in KNOWN, f"an argument that is not known here, {name}")
+            turned = dict(transpose_bias=True) if given.get("transpose_bias") else {}
+            update = self.read(self.layer).update(x, given.get("mask"), **turned)
+        except (Unfit, ValueError) as reason:
             self.why = f"own code: {reason}"
             self.say(f"{type(self.layer).__name__}: {reason}; its own forward runs")
             return type(self.layer).forward(self.layer, *arguments, **named)
@@ -83,6 +85,8 @@ class Patch:
                                 *zip(self.blocks, self.graphed, strict=True)]:
             if vars(module).get("forward") is forward:
                 del module.forward
+        for graphed in self.graphed:
+            graphed.forget()
 
     def __enter__(self) -> "Patch":
         return self
@@ -171,7 +175,7 @@ def patch(model: nn.Module, smallest: int = 0, graphs: bool = False) -> Patch:
     if graphs:
         from evoformer_kernels.patches.graphs import GraphedBlock, Shared
         shared = Shared()
-        blocks = [GraphedBlock(block, shared) for block in blocks_of(model)]
+        blocks = [GraphedBlock(block, shared) for block in blocks_of(model) if "forward" not in vars(block)]
         for graphed in blocks:
             graphed.block.forward = graphed
     return Patch(forwards, blocks, {module: name or "model" for name, module in model.named_modules()})

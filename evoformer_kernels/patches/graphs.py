@@ -4,7 +4,9 @@ A pair block starts some 300 kernels, and the host takes longer to start them th
 graph starts all of them at once. Each block is captured by the signature of its call, the second time that it
 comes: shapes and dtypes of tensors, other arguments, autocast, training flags, which tensors want a gradient.
 Graphs read weights where they lie, so an optimizer's steps are seen; weights that have moved lead to a new
-capture.
+capture. What a block reads beside its arguments and weights, such as a dropout's p, is read when it is
+captured. Within a graph attention runs all of its layer in kernels, as it does from WHOLE_FROM residues on,
+so results differ from those of the first call by roundings.
 
     forward only         without gradients
     kept                 forward keeps what its backward graph reads, in memory of this block
@@ -23,9 +25,10 @@ from collections import OrderedDict
 import torch
 from torch.utils import _pytree as pytree
 
+from evoformer_kernels.family import once
 from evoformer_kernels.patches import triangle
 
-MOST = 8  # graphs of one block: the least used one goes
+MOST = 8  # graphs of one block: the one not used for longest goes
 MOST_MOVES = 3  # new captures because weights have moved, as sharded ones do at each step
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -51,6 +54,12 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
+def in_checkpoint():
+    """Whether hooks of a checkpoint take what is saved for backward."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
+
+
 def kind_of(tensors, weights, training):
     """Which graphs a call takes. A checkpoint's forward saves tensors by hooks of its own, or runs without
     gradients within an autograd.Function, whose inputs still ask for them."""
@@ -59,21 +68,21 @@ def kind_of(tensors, weights, training):
         return "recomputed" if wants and training else "forward only"
     if not wants and not any(w.requires_grad for w in weights):
         return "forward only"
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    of_checkpoint = hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
-    return "recomputed" if of_checkpoint or in_backward() else "kept"
+    return "recomputed" if in_checkpoint() or in_backward() else "kept"
 
 
 class Shared:
-    """What the graphs of one patch share: a stream, a pool, tensors that go in and out, what was said."""
+    """What the graphs of one patch share: of each GPU a pool and a stream, tensors that go in and out, what
+    was said."""
 
     def __init__(self):
-        self.pool, self.stream, self.rooms, self.said = None, None, {}, set()
+        self.of_gpu, self.rooms, self.said = {}, {}, set()
 
-    def begin(self):
-        if self.pool is None:
+    def pool_and_stream(self, device):
+        if device not in self.of_gpu:
             gc.collect()
-            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            self.of_gpu[device] = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        return self.of_gpu[device]
 
     def room(self, kind, number, t):
         """The tensor of this kind and number for numbers as t has them."""
@@ -140,14 +149,15 @@ class Captured:
         random = torch.cuda.get_rng_state()
         triangle.in_graph = True
         try:
-            self.capture(call, torch.cuda.graph_pool_handle() if own else shared.pool)
+            pool, stream = shared.pool_and_stream(self.inputs[0].device)
+            self.capture(call, torch.cuda.graph_pool_handle() if own else pool, stream)
         finally:
             triangle.in_graph = False
             torch.cuda.set_rng_state(random)
 
-    def capture(self, call, pool):
+    def capture(self, call, pool, stream):
         """Run everything once, so that kernels are compiled and loaded, then capture."""
-        shared, stream = self.shared, self.shared.stream
+        shared = self.shared
         stream.wait_stream(torch.cuda.current_stream())
         versions = [t._version for t in self.inputs]
         with torch.cuda.stream(stream):
@@ -236,35 +246,37 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, captured, count, *tensors):
-        ctx.captured, inputs, ctx.tensors = captured, tensors[:count], None
+        inputs = tensors[:count]
         generator = torch.cuda.default_generators[inputs[0].device.index]
-        ctx.random = generator.get_offset(), generator.initial_seed()
-        if captured.kind == "recomputed":
-            ctx.tensors, ctx.versions = inputs, [t._version for t in inputs]
-        else:
-            captured.running = weakref.ref(ctx)
+        ctx.captured, ctx.random = captured, (generator.get_offset(), generator.initial_seed())
+        if captured.kind == "kept":
+            captured.running, tensors = weakref.ref(ctx), tensors[count:]
+        ctx.tensors, ctx.versions, ctx.count = tensors, [t._version for t in tensors], count
         outs = captured.run(inputs)
         ctx.call = captured.calls
         ctx.mark_non_differentiable(*[t for n, t in enumerate(outs) if n not in captured.grads_of])
         return tuple(outs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("a block in a graph")
     def backward(ctx, *gradients):
         captured, tensors = ctx.captured, ctx.tensors
-        if tensors is None:
-            if ctx.call != captured.calls:
-                raise RuntimeError("backward a second time, after another forward of the same block")
+        if tensors is None or captured.kind == "kept" and ctx.call != captured.calls:
+            raise RuntimeError("a block in a graph has one backward pass for each forward")
+        if ctx.versions != [t._version for t in tensors]:
+            raise RuntimeError("what a block in a graph reads was changed in place before its backward")
+        ctx.tensors = None
+        if captured.kind == "kept":
             found = captured.run_backward(None, gradients)
-        else:
-            if ctx.versions != [t._version for t in tensors]:
-                raise RuntimeError("an input of a recomputed block was changed in place before its backward")
-            generator = torch.cuda.default_generators[tensors[0].device.index]
-            now = generator.get_offset(), generator.initial_seed()
-            rewind(generator, *ctx.random)
-            found = captured.run_backward([t.detach() for t in tensors], gradients)
+            captured.running = lambda: None
+            return None, None, *found
+        generator = torch.cuda.default_generators[tensors[0].device.index]
+        now = generator.get_offset(), generator.initial_seed()
+        rewind(generator, *ctx.random)
+        try:
+            found = captured.run_backward([t.detach() for t in tensors[:ctx.count]], gradients)
+        finally:
             rewind(generator, *now)
-        captured.running = lambda: None
         return None, None, *found
 
 
@@ -280,14 +292,29 @@ class GraphedBlock:
 
     def __init__(self, block, shared):
         self.block, self.shared = block, shared
-        self.modules = list(block.modules())
+        self.parts, self.modules = None, []
+        self.why = "own code: no signature came twice yet"
+
+    def look(self):
+        """Look at the block's parts, at first and where one was exchanged since: what was captured goes."""
+        parts = [*map(id, self.modules), *(
+            id(part) for module in self.modules for part in module._modules.values())]
+        if parts == self.parts:
+            return
+        self.modules = list(self.block.modules())
+        self.parts = [*map(id, self.modules), *(
+            id(part) for module in self.modules for part in module._modules.values())]
         self.hooks = [getattr(module, name) for module in self.modules for name in HOOKS]
         self.weights = [(module._parameters, n) for module in self.modules
                         for n, w in module._parameters.items() if w is not None]
         self.buffers = [(module._buffers, n) for module in self.modules
                         for n, t in module._buffers.items() if t is not None]
+        self.forget()
+
+    def forget(self):
+        """Drop all graphs, and the memory that they share."""
         self.seen, self.failed, self.captured, self.moves = set(), {}, OrderedDict(), 0
-        self.why = "own code: no signature came twice yet"
+        self.shared.rooms.clear()
 
     def __call__(self, *arguments, **named):
         own = type(self.block).forward
@@ -302,7 +329,10 @@ class GraphedBlock:
             self.why = f"own code: {reason}"
             self.shared.say(f"{type(self.block).__name__}: {reason}; it runs without a graph")
             return own(self.block, *arguments, **named)
-        if captured is None or captured.kind == "kept" and captured.running() is not None:
+        if captured is None:
+            return own(self.block, *arguments, **named)
+        if captured.kind == "kept" and captured.running() is not None:
+            self.why = "own code: the backward of an earlier call is still to come"
             return own(self.block, *arguments, **named)
         if not torch.is_grad_enabled() or captured.kind == "forward only":
             outs = captured.run(tensors)
@@ -315,6 +345,9 @@ class GraphedBlock:
         before. Raises Uncapturable."""
         if not tensors or not all(t.is_cuda for t in tensors) or torch.cuda.is_current_stream_capturing():
             return None, None, None
+        if in_backward() and in_checkpoint():  # which runs again what has run as before
+            return None, None, None
+        self.look()
         weights = [parameters[n] for parameters, n in self.weights]
         if any(self.hooks):
             raise Uncapturable("a hook on a part of it")
@@ -323,7 +356,8 @@ class GraphedBlock:
             raise Uncapturable("an argument that is neither a tensor nor a number")
         kind = kind_of(tensors, weights, self.block.training)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        signature = (spec, kind, autocast, *map(form_of, tensors), *others,
+        signature = (spec, tuple(places), kind, autocast, torch.is_inference_mode_enabled(),
+                     *map(form_of, tensors), *others, *map(type, others),
                      *(module.training for module in self.modules), *(w.requires_grad for w in weights))
         addresses = [w.data_ptr() for w in (*weights, *(buffers[n] for buffers, n in self.buffers))]
         found = self.captured.get(signature)
@@ -382,10 +416,9 @@ class GraphedBlock:
             outs, out_spec = pytree.tree_flatten(outs)
             form[:] = [None if isinstance(x, torch.Tensor) else (x,) for x in outs]
             return [x for x in outs if isinstance(x, torch.Tensor)]
-        self.shared.begin()
         # Of a checkpoint's hooks for what is saved: here autograd saves for itself.
-        with torch.cuda.device(tensors[0].device), torch.autograd.graph.saved_tensors_hooks(
-                lambda t: t, lambda t: t):
+        with torch.inference_mode(False), torch.cuda.device(tensors[0].device), \
+                torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             captured = Captured(self.shared, call, tensors, aliases, kind)
         captured.out_spec = out_spec
         return captured, form

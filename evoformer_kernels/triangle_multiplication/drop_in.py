@@ -42,7 +42,7 @@ def of_pairs(x, dimensions):
 
 
 def packed(x, weights):
-    """operator.Weights from those of a call. LayerNorms that are not given are 1 and 0; of two biases behind
+    """function.Weights from those of a call. LayerNorms that are not given are 1 and 0; of two biases behind
     each other one that is not given is 0."""
     given = dict(zip(WEIGHTS, weights, strict=True))
     for name, columns in (("norm_in", x.shape[-1]), ("norm_out", len(given["p_in_weight"]) // 2)):
@@ -59,7 +59,7 @@ def packed(x, weights):
 
 
 def plain(pair, weights, mask, outgoing, eps):
-    """operator.reference() of the same: parameters, too, in the dtype of pair's products."""
+    """function.reference() of the same: parameters, too, in the dtype of pair's products."""
     *weights, mask = (t if t is None else t.to(pair.dtype) for t in (*weights, mask))
     return trimul.reference(pair, weights, mask, outgoing, eps)
 

@@ -42,7 +42,7 @@ from evoformer_kernels.common import (
     operation,
     shared_dtype,
 )
-from evoformer_kernels.family import Plan, once, refuse_transforms
+from evoformer_kernels.family import Plan, aligned, once, refuse_transforms
 from evoformer_kernels.precision import product_dtype
 from evoformer_kernels.reductions import sums
 from evoformer_kernels.triangle_multiplication import kernels
@@ -310,7 +310,7 @@ def triangle_backward(
     weights = Weights(norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight,
                       out_bias, gate_weight, gate_bias)
     return MultiplicationPlan.of((*inputs, *weights), outgoing, 0.0, False, adds).backward(
-        inputs, weights, kept, gradient, programs)
+        inputs, weights, kept, aligned(gradient), programs)
 
 
 FORWARD = operation("triangle_forward", triangle_forward)

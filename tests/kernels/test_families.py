@@ -76,7 +76,7 @@ def test_compiled_code_may_meet_other_tiles_than_it_was_made_with(family, case, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case, changes", [
-    ("long rows, two tiles, a mask", dict(PROGRAMS=1)),  # a program sums all rows
+    pytest.param("long rows, two tiles, a mask", dict(PROGRAMS=1), marks=pytest.mark.sample),  # sums all rows
     ("short", dict(MOST_SCORES=1)), ("short", dict(MOST_SCORES=2 * 2 * 2 * 16 ** 2 * 4)),  # rounds of 1 and 2
     ("long rows, two tiles, a mask", dict(STORED=[dict(STORED=1)])),  # of 5 rows; of stored scores
     ("two whole tiles", dict(STORED=[dict(STORED=1 << 20)])),

@@ -1,4 +1,4 @@
-"""Triangle attention under cuEquivariance's name, as that is called: 4 and 5 dimensions, whatever broadcasts,
+"""Triangle attention under cuEquivariance's name, by the contract of its release 0.13: dimensions, masks,
 lengths, rows with one key, and inputs for PyTorch's operations. (test_families.py has the rest.)"""
 import pytest
 import torch
@@ -16,32 +16,21 @@ def attend(**given):
     return lambda *tensors: drop_in.triangle_attention(*tensors, **given)
 
 
-def test_samples_may_be_missing():
-    """As OpenFold3 and Protenix call it."""
-    _, _, tensors = problem(torch.bfloat16, S)
-    mask = torch.rand(1, 3, 1, 1, S) > 0.3
-    expected = gradients(attend(mask=mask), tensors)
-    found = gradients(attend(mask=mask[0]), [t[0] for t in tensors])
-    assert equal(found, [t[0] for t in expected])
+@pytest.mark.parametrize("dims", [(3, 4, 5, 3, 1), (4, 5, 3, 4, 5), (5, 3, 4, 5, 2)], ids=str)
+def test_each_tensor_is_lifted_by_itself_and_five_dimensions_come_back(dims):
+    _, _, tensors = problem(torch.bfloat16, S, N=1)
+    mask = torch.rand(1, 1, 1, 1, S) > 0.3
+    *given, of_mask = (t.reshape(t.shape[5 - n:]) for t, n in zip((*tensors, mask), dims, strict=True))
+    out, *found = gradients(attend(mask=mask), tensors)
+    expected = out, *(g.view_as(t) for g, t in zip(found, given, strict=True))
+    assert equal(gradients(attend(mask=of_mask), given), expected)
 
 
-def spread(of_bias, of_mask):
-    """(ours, plain, tensors) with such a bias and mask."""
-    torch.manual_seed(0)
-    mask = torch.rand(of_mask) > 0.3
-    mask[..., 0] = True
-
-    def plain(q, k, v, bias):
-        scores = 0.25 * q @ k.mT + bias.expand(2, 1, 2, S, S)
-        return scores.masked_fill(~mask, -1e9).softmax(-1) @ v
-    return attend(mask=mask), plain, [*torch.randn(3, 2, 3, 2, S, 16), torch.randn(of_bias)]
-
-
-@pytest.mark.parametrize("of_bias, of_mask", [
-    ((1, 1, 2, S, S), (1, 3, 1, 1, S)), ((2, 1, 1, S, S), (2, 1, 1, 1, S)),
-    ((2, 1, 2, 1, S), (2, 3, 1, 1, S)), ((1, 1, 1, 1, S), (1, 1, 1, 1, 1))])
-def test_bias_and_mask_are_spread_over_sizes_of_one(of_bias, of_mask):
-    assert not violations(*spread(of_bias, of_mask))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)  # kernels, PyTorch's operations
+def test_a_mask_other_than_0_is_present(dtype):
+    _, _, tensors = problem(dtype, S)
+    mask = torch.tensor([1, 0, -1, 0.3, 7]).repeat(8)[:3 * S].view(1, 3, 1, 1, S)
+    assert equal(gradients(attend(mask=mask), tensors), gradients(attend(mask=mask != 0), tensors))
 
 
 def test_views_are_read_as_they_lie(length=S, dtype=torch.float32):
@@ -69,13 +58,20 @@ def test_of_nothing_there_is_nothing(B, length):
     assert out.numel() == 0 and not any(each.any() for each in found)
 
 
-def test_lengths_of_keys():
-    _, _, tensors = problem(torch.bfloat16, S)
-    lengths = torch.tensor([5, 1, 13])[None, :, None, None, None]
-    mask = torch.arange(S) < lengths
-    expected = gradients(attend(mask=mask), tensors)
-    for more in (dict(kv_lengths=lengths), dict(kv_lengths=lengths, mask=torch.ones_like(mask))):
-        assert equal(gradients(attend(**more), tensors), expected)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_lengths_of_keys(dtype):
+    """Where q is 0 and the bias of key j log(j), its weight is j over the sum of those that are present."""
+    lengths = torch.tensor([5, 0, S + 9], dtype=torch.int32)[None, :, None, None, None]
+    key = torch.arange(1, S + 1, dtype=dtype)
+    q, v = torch.zeros(1, 3, 2, S, 16, dtype=dtype), torch.eye(S, 16, dtype=dtype).expand(1, 3, 2, S, 16)
+    out = attend(kv_lengths=lengths)(q, q, v, key.log().expand(1, 1, 2, S, S))
+    for row, (there, total) in enumerate([(5, 15), (0, 1), (S, S * (S + 1) / 2)]):
+        weights = torch.nn.functional.pad(key[:there] / total, (0, 16 - there))
+        torch.testing.assert_close(out[0, row], weights.expand(2, S, 16))
+    _, _, tensors = problem(dtype, S)
+    found, expected = (gradients(attend(**given), tensors)[1:] for given in (
+        dict(kv_lengths=lengths), dict(mask=key <= lengths)))
+    assert equal(found, expected) and not any(g[0, 1].any() for g in found[:3])
 
 
 @pytest.mark.parametrize("length", [1, S, 70])
@@ -143,14 +139,21 @@ def test_a_bias_may_be_minus_infinity(dtype):
 
 
 def test_what_is_refused_in_one_line():
-    ours, _, (q, k, v, bias) = problem(torch.float32, S)
-    for given, words in (((q, k, v.half(), bias), "v torch.float16, but"),
-                         ((q, k, v[:, :2], bias), r"v is \(1, 2, 2, 13, 16\)"),
-                         ((q, k, v, bias.to("meta")), "bias is on meta"),
-                         ((q, k, v, bias[:, 0]), r"bias is \(1, 2, 13, 13\)")):
-        with pytest.raises(ValueError, match=words):
-            ours(*given)
-    with pytest.raises(ValueError, match="kv_lengths is"):
-        drop_in.triangle_attention(q, k, v, bias, kv_lengths=torch.ones(1, 1, 1, 1, S))
-    with pytest.raises(ValueError, match="return_aux"):
-        drop_in.triangle_attention(q, k, v, bias, return_aux=True)
+    _, _, (q, k, v, bias) = problem(torch.float32, S)
+    mask, lengths = torch.ones(1, 3, 1, 1, S), torch.ones(1, 3, 1, 1, 1, dtype=torch.int32)
+    for given, more, words in (
+            ((q, k, v.half(), bias), {}, "v torch.float16, but"), ((q, k, v, None), {}, "bias is missing"),
+            ((q, k, v[:, :2], bias), {}, r"v is \(1, 2"), ((q, k, v, bias.to("meta")), {}, "bias is on meta"),
+            ((q, k, v, bias[:, :, :1]), {}, r"bias is \(1, 1, 1, 13, 13\), but"),
+            ((q, k, v, bias.expand(1, 3, 2, S, S)), {}, r"bias is \(1, 3"),
+            ((q[None], k, v, bias), {}, r"q is \(1, 1"),
+            ((q[..., :0], k[..., :0], v[..., :0], bias), {}, "D at least 1"),
+            ((q, k, v, bias), dict(mask=mask[:, :1]), r"mask is \(1, 1, 1, 1, 13\), but"),
+            ((q, k, v, bias), dict(mask=mask[..., :1]), r"mask is \(1, 3, 1, 1, 1\), but"),
+            ((q, k, v, bias), dict(kv_lengths=lengths[:, :1]), r"kv_lengths is \(1, 1, 1, 1, 1\), but"),
+            ((q, k, v, bias), dict(kv_lengths=lengths.long()), "kv_lengths must be int32"),
+            ((q, k, v, bias), dict(kv_lengths=lengths, mask=mask), "no mask beside"),
+            ((q, k, v, bias), dict(return_aux=True), "return_aux")):
+        with pytest.raises(ValueError, match=words) as caught:
+            attend(**more)(*given)
+        assert "\n" not in str(caught.value)

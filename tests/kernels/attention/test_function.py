@@ -62,6 +62,25 @@ def test_a_plan_serves_both_orders_of_a_bias():
         assert not violations(*problem)
 
 
+@pytest.mark.parametrize("turn", ["bias", "mask"])
+def test_a_bias_and_a_mask_of_other_strides_at_every_call(turn):
+    """Of whole tiles, where a bias is read as it is; a kept launch reads the second mask as the first one."""
+    torch.manual_seed(0)
+    x, bias, mask = torch.randn(2, 3, 16, 64), torch.randn(2, 2, 16, 16), torch.rand(2, 16) > 0.3
+    mask[:, 0] = True
+    mask = mask if turn == "mask" else None
+
+    def call(function):
+        return lambda x, bias: function(
+            x, 2, 2, bias.mT.contiguous().mT if turn == "bias" else bias, turned(mask))
+
+    def turned(mask):
+        return None if mask is None else mask.t().contiguous().t()
+    for _ in range(2):
+        assert not violations(call(lambda x, *rest: gated_attention([x], *rest)),
+                              call(references.gated_attention), [x, bias])
+
+
 def test_offsets_beyond_32_bits():
     """Positions of which the last lies 2^31 numbers behind the first, as columns of 2,752 residues do. Of all
     that memory nothing but the positions is ever touched."""

@@ -114,10 +114,25 @@ def test_two_calls_before_their_backward_keep_apart(as_in_graphs):
 
 
 @pytest.mark.gpu
-def test_inference_is_a_graph_of_its_own(as_in_graphs):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_backward_of_one_forward_is_refused(mode):
+    """Its activations are gone."""
+    called = Called(*BLOCKS[0])
+    patch(called.model, graphs=True)
+    for _ in range(2):
+        called.step(called.model, mode)
+    loss = sum(x.float().sum() for x in called.outputs(called.model, mode))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError):
+        loss.backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_inference_is_a_graph_of_its_own(without, as_in_graphs):
     called = Called(*BLOCKS[1])
     called.model.eval()
-    with torch.no_grad():
+    with without():
         own = called.outputs(called.model)
         patched = patch(called.model, graphs=True)
         for _ in range(3):

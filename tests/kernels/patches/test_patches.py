@@ -1,6 +1,7 @@
-"""patch(): stand-ins of four projects' layers compute the same in our kernels, in Triton's interpreter; what
-does not fit runs as it was; everything is undone."""
+"""patch() on layers of OpenFold's and OpenFold3's own, in what whole blocks (clients) do not show: widths,
+checkpoints, autocast; what does not fit runs as it was; everything is undone."""
 import copy
+import functools
 import warnings
 
 import pytest
@@ -13,29 +14,31 @@ pytest.importorskip("triton")
 from evoformer_kernels import limits
 from evoformer_kernels.attention import function as attention
 from evoformer_kernels.patches import patch, projects, triangle
-from tests.kernels.patches import stand_ins
+from tests.kernels.clients import sources
 from tests.kernels.rule import violations
 
-C, HEADS, WIDTH, S = 16, 2, 8, 5
+C, HEADS, WIDTH, S = 32, 2, 16, 5  # OpenFold3 asks cuEquivariance for 32 channels or more
+ATTENTION = "commits/openfold", "model.triangular_attention", "TriangleAttention"
+MULTIPLICATION = "commits/openfold", "model.triangular_multiplicative_update", "TriangleMultiplicativeUpdate"
+OPENFOLD3 = "openfold3-0.5.0", f"core.{MULTIPLICATION[1].replace('.', '.layers.')}", MULTIPLICATION[2]
+
+
+@functools.cache
+def own(where, module, name):
+    """A project's own class."""
+    with sources.project(where).loaded() as project:
+        return getattr(project.load(module), name)
+
 
 LAYERS = {  # how to make one, all with C channels
-    "OpenFold, starting": lambda: stand_ins.OpenFoldAttention(C, WIDTH, HEADS),
-    "OpenFold, ending": lambda: stand_ins.OpenFoldAttention(C, WIDTH, HEADS, starting=False),
-    "OpenFold, wider inside": lambda: stand_ins.OpenFoldAttention(C, WIDTH, 2 * HEADS, starting=False),
-    "OpenFold3 attention": lambda: stand_ins.OpenFold3Attention(C, WIDTH, HEADS),
-    "Protenix attention": lambda: stand_ins.ProtenixAttention(C, WIDTH, HEADS),
-    "Boltz attention": lambda: stand_ins.BoltzAttention(C, WIDTH, HEADS, starting=False),
-    "OpenFold, outgoing": lambda: stand_ins.OpenFoldMultiplication(C, C),
-    "OpenFold, incoming": lambda: stand_ins.OpenFoldMultiplication(C, C, _outgoing=False),
-    "OpenFold, packed": lambda: stand_ins.PackedMultiplication(C, C, _outgoing=False),
-    "OpenFold3 multiplication": lambda: stand_ins.OpenFold3Multiplication(C, C, _outgoing=False),
-    "Protenix multiplication": lambda: stand_ins.ProtenixMultiplication(C, C),
-    "Boltz outgoing": lambda: stand_ins.BoltzOutgoing(C),
-    "Boltz incoming": lambda: stand_ins.BoltzIncoming(C),
+    "attention": lambda: own(*ATTENTION)(C, WIDTH, HEADS),
+    "ending node": lambda: own(*ATTENTION)(C, WIDTH, HEADS, starting=False),
+    "wider inside": lambda: own(*ATTENTION)(C, WIDTH, 2 * HEADS, starting=False),
+    "multiplication": lambda: own(*MULTIPLICATION)(C, C),
+    "OpenFold3 multiplication": lambda: own(*OPENFOLD3)(C, C, _outgoing=False),
 }
 CALLS = {  # how a block calls it
     "plainly": lambda layer, x, mask: layer(x, mask=mask).mul_(1),  # in place, as OpenFold's dropout
-    "on a view": lambda layer, x, mask: layer(x.transpose(-2, -3), mask=mask.mT).transpose(-2, -3),
     "with a checkpoint": lambda layer, x, mask: checkpoint(layer, x, mask, use_reentrant=False),
 }
 
@@ -91,76 +94,62 @@ class Called(nn.Module):
         return self.call(self.layer, x, mask)
 
 
-ALWAYS = [("OpenFold, ending", "plainly", (2,)), ("OpenFold, wider inside", "plainly", (2,)),
-          ("Boltz outgoing", "plainly", (2,)), ("OpenFold, starting", "on a view", (1,))]  # every path
-RARELY = [*((name, "plainly", (2,)) for name in LAYERS if (name, "plainly", (2,)) not in ALWAYS),
-          ("OpenFold, ending", "on a view", (1,)), ("OpenFold, outgoing", "on a view", (1,)),
-          ("OpenFold, starting", "with a checkpoint", (1,)),
-          ("OpenFold, outgoing", "with a checkpoint", (1,)),
-          ("OpenFold, ending", "plainly", (1, 2)), ("OpenFold, incoming", "plainly", (1, 2))]  # of templates
-
-
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name, call, batch", [*ALWAYS, *(
-    pytest.param(*each, marks=pytest.mark.slow) for each in RARELY)])
-def test_outputs_and_gradients_as_blocks_call_it(name, call, batch, on_gpu):
+@pytest.mark.parametrize("name, call", [("wider inside", "plainly"), *(pytest.param(
+    name, "with a checkpoint", marks=pytest.mark.slow) for name in ("attention", "multiplication"))])
+def test_outputs_and_gradients(name, call, on_gpu):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*its own forward runs")
-        assert not violations(*problem(name, CALLS[call], batch=batch))
+        assert not violations(*problem(name, CALLS[call]))
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", ["OpenFold, starting", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ("OpenFold, outgoing", "OpenFold, wider inside"))])
+@pytest.mark.parametrize("name", ["attention", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("multiplication", "wider inside"))])
 def test_autocast_is_heard(name, on_gpu):
     layer, (x, mask) = layer_of(name), inputs()
     with torch.autocast("cpu", torch.bfloat16):
-        own = layer(x, mask)
+        before = layer(x, mask)
         with patch(layer):
             out = layer(x, mask)
     out.float().sum().backward()
-    assert out.dtype == own.dtype == torch.bfloat16
+    assert out.dtype == before.dtype == torch.bfloat16
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
     keep = mask[..., None]
-    assert torch.allclose(out * keep, own * keep, atol=0.06 * own.abs().max().item())
+    assert torch.allclose(out * keep, before * keep, atol=0.06 * before.abs().max().item())
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", ["OpenFold, ending", pytest.param("OpenFold3 attention",
-                                                                   marks=pytest.mark.slow)])
-def test_all_of_an_attention_layer_in_kernels(name, monkeypatch, on_gpu):
+def test_all_of_an_attention_layer_in_kernels(monkeypatch, on_gpu):
     monkeypatch.setattr(triangle, "WHOLE_FROM", 0)
     monkeypatch.setattr(attention, "gated_attention", None)
-    assert not violations(*problem(name, CALLS["plainly"]))
+    assert not violations(*problem("ending node", CALLS["plainly"]))
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name, flags, adds", [
-    ("OpenFold, outgoing", dict(inplace_safe=True, _add_with_inplace=True), True),
-    ("OpenFold, outgoing", dict(inplace_safe=True), False),
-    ("OpenFold, outgoing", dict(_add_with_inplace=True), False),
-    ("Protenix multiplication", dict(inplace_safe=True, _add_with_inplace=True), True),
-    ("OpenFold3 multiplication", dict(inplace_safe=True, _add_with_inplace=True), True),
+@pytest.mark.parametrize("name, flags", [
+    ("multiplication", dict(inplace_safe=True)), ("multiplication", dict(_add_with_inplace=True)),
     ("OpenFold3 multiplication", dict(inplace_safe=True, _add_with_inplace=True,
-                                      use_cueq_triangle_kernels=True), False)])
-def test_in_place(name, flags, adds, on_gpu):
+                                      use_cueq_triangle_kernels=True))])
+def test_not_in_place(name, flags, on_gpu):
     layer, (x, mask) = layer_of(name), inputs()
     with torch.no_grad():
         expected = layer(x.clone(), mask, **flags)
         with patch(layer):
             given = x.clone()
             found = layer(given, mask, **flags)
-    assert torch.allclose(found, expected, atol=1e-5) and (found is given) == adds
-    assert torch.equal(given, x) != adds
+    keep = mask[..., None]
+    assert torch.allclose(found * keep, expected * keep, atol=1e-5) and torch.equal(given, x)
 
 
-def as_it_was(layer, x, mask, words):
+def as_it_was(layer, x, mask, words, **more):
     """Whether a patched layer computes the same bits as before, and warns of it once, in these words."""
-    expected = layer(x, mask)
+    expected = layer(x, mask, **more)
     with patch(layer), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        same = [torch.equal(layer(x, mask), expected) for _ in range(2)]
-    return all(same) and len(said) == 1 and words in str(said[0].message)
+        warnings.filterwarnings("always", ".*its own forward runs")
+        same = [torch.equal(layer(x, mask, **more), expected) for _ in range(2)]
+    found = [text for text in (str(each.message) for each in said) if "its own forward runs" in text]
+    return all(same) and len(found) == 1 and words in found[0]
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -191,19 +180,19 @@ class LowRank(nn.Linear):
 
 
 CHANGES = {  # a layer, what is done to it, and what the warning says
-    "hook": ("OpenFold, starting", hooked, "a hook"),
-    "hook on a gradient": ("OpenFold, outgoing", lambda x: x.linear_z.register_full_backward_hook(
+    "hook": ("attention", hooked, "a hook"),
+    "hook on a gradient": ("multiplication", lambda x: x.linear_z.register_full_backward_hook(
         lambda *_: None), "a hook"),
-    "low rank": ("OpenFold, starting", lambda x: setattr(x.mha, "linear_q", LowRank(C, C, bias=False)),
+    "low rank": ("attention", lambda x: setattr(x.mha, "linear_q", LowRank(C, C, bias=False)),
                  "LowRank with a forward of its own"),
-    "another norm": ("OpenFold, outgoing", lambda x: setattr(x, "layer_norm_in", nn.RMSNorm(C)),
+    "another norm": ("multiplication", lambda x: setattr(x, "layer_norm_in", nn.RMSNorm(C)),
                      "RMSNorm with a forward of its own"),
-    "adapter": ("OpenFold, starting", adapted, "a projection is a Adapter"),
-    "precision": ("OpenFold, starting", lambda x: setattr(x.mha.linear_q, "precision", torch.float32),
+    "adapter": ("attention", adapted, "a projection is a Adapter"),
+    "precision": ("attention", lambda x: setattr(x.mha.linear_q, "precision", torch.float32),
                   "precision of its own"),
-    "no gate": ("OpenFold, starting", lambda x: setattr(x.mha, "linear_g", None), "without a gate"),
-    "bias on heads": ("OpenFold, starting", lambda x: setattr(x, "linear", nn.Linear(C, HEADS)), "to heads"),
-    "eps": ("OpenFold, outgoing", lambda x: setattr(x.layer_norm_out, "eps", 1e-3), "different eps"),
+    "no gate": ("attention", lambda x: setattr(x.mha, "linear_g", None), "without a gate"),
+    "bias on heads": ("attention", lambda x: setattr(x, "linear", nn.Linear(C, HEADS)), "to heads"),
+    "eps": ("multiplication", lambda x: setattr(x.layer_norm_out, "eps", 1e-3), "different eps"),
 }
 
 
@@ -213,26 +202,26 @@ def test_a_layer_that_does_not_fit(change, on_gpu):
     layer, x = layer_of(name), inputs()[0]
     do(layer)
     with pytest.raises(triangle.Unfit, match=words):
-        stand_in_record(layer).update(x, None)
+        record(layer).update(x, None)
 
 
-def stand_in_record(layer):
+def record(layer):
     return projects.LAYERS["openfold"][type(layer).__name__](layer)
 
 
 def test_shapes_that_do_not_fit(on_gpu):
     x = torch.randn(1, S, S, 24)
-    assert as_it_was(stand_ins.OpenFoldMultiplication(24, 24), x, None, "24 channels")
-    assert as_it_was(stand_ins.OpenFoldMultiplication(16, 32), x[..., :16], None, "another inner width")
-    assert as_it_was(stand_ins.OpenFoldAttention(24, 136, 1), x, None, "heads of 136 channels")
-    half = stand_ins.OpenFoldMultiplication(16, 16).half()
+    assert as_it_was(own(*MULTIPLICATION)(24, 24), x, None, "24 channels")
+    assert as_it_was(own(*MULTIPLICATION)(16, 32), x[..., :16], None, "another inner width")
+    assert as_it_was(own(*ATTENTION)(24, 136, 1), x, None, "heads of 136 channels")
+    half = own(*MULTIPLICATION)(16, 16).half()
     with pytest.raises(triangle.Unfit, match="float16"):
-        stand_in_record(half).update(x[..., :16].half(), None)
+        record(half).update(x[..., :16].half(), None)
 
 
 @pytest.mark.interpreted
 def test_short_inputs_may_keep_their_own(on_gpu):
-    layer, (x, mask) = layer_of("OpenFold, outgoing"), inputs()
+    layer, (x, mask) = layer_of("multiplication"), inputs()
     expected = layer(x, mask)
     with patch(layer, smallest=S):
         assert not torch.equal(layer(x, mask), expected)
@@ -264,39 +253,41 @@ def test_what_is_not_known_is_refused():
     with pytest.raises(ValueError, match="Linear has no triangle layer of openfold, openfold3, boltz"):
         patch(nn.Linear(2, 2))
 
-    class Other(stand_ins.OpenFoldAttention):
+    class Other(own(*ATTENTION)):
         def forward(self, x, mask):
             return x
     with pytest.raises(ValueError, match=r"Other is not a triangle layer") as caught:
-        patch(nn.Sequential(LAYERS["OpenFold, outgoing"](), Other(C, WIDTH, HEADS)))
+        patch(nn.Sequential(LAYERS["multiplication"](), Other(C, WIDTH, HEADS)))
     assert "\n" not in str(caught.value)
-    layer = LAYERS["OpenFold, outgoing"]()
+    layer = LAYERS["multiplication"]()
     del layer.linear_a_p
-    model = nn.Sequential(LAYERS["OpenFold, incoming"](), layer)
+    model = nn.Sequential(LAYERS["multiplication"](), layer)
     with pytest.raises(ValueError, match="has no 'linear_a_p': another release"):
         patch(model)
     assert not any("forward" in vars(each) for each in model)
 
 
-def test_a_layer_that_computes_more_is_refused():
-    """As a fork's, which adds a residual, or another gate."""
-    class Fork(stand_ins.OpenFold3Multiplication):
-        __module__ = stand_ins.OpenFold3Multiplication.__module__
+def test_a_layer_that_computes_more(on_gpu):
+    """Parameters that are not known are refused; a fork's argument leaves a call to its own forward."""
+    wider = LAYERS["attention"]()
+    wider.extra = nn.Linear(2, 2)
+    model = nn.Sequential(LAYERS["multiplication"](), wider)
+    with pytest.raises(ValueError, match="has 'extra.weight': another release") as caught:
+        patch(model)
+    assert "\n" not in str(caught.value) and not any("forward" in vars(each) for each in model)
+
+    class Fork(own(*MULTIPLICATION)):
+        __module__ = own(*MULTIPLICATION).__module__
 
         def forward(self, z, mask=None, residual=None):
             return super().forward(z, mask) + residual
-    Fork.__name__ = "TriangleMultiplicativeUpdate"
-    wider = LAYERS["Boltz attention"]()
-    wider.extra = nn.Linear(2, 2)
-    for layer, name in ((Fork(C, C), "'residual'"), (wider, "'extra.weight'")):
-        model = nn.Sequential(LAYERS["OpenFold, incoming"](), layer)
-        with pytest.raises(ValueError, match=f"has {name}: another release") as caught:
-            patch(model)
-        assert "\n" not in str(caught.value) and not any("forward" in vars(each) for each in model)
+    Fork.__name__ = MULTIPLICATION[2]
+    x, mask = inputs()
+    assert as_it_was(Fork(C, C), x, mask, "not known here, residual", residual=x)
 
 
 def test_undo_leaves_what_somebody_else_put_there_since():
-    model = nn.ModuleList([LAYERS["OpenFold, outgoing"](), LAYERS["OpenFold, incoming"]()])
+    model = nn.ModuleList([LAYERS["multiplication"](), LAYERS["multiplication"]()])
     handle = patch(model)
     model[0].forward = theirs = lambda x, mask: x
     handle.undo()

@@ -1,4 +1,5 @@
-"""Triangle multiplication under cuEquivariance's name: by its definition, and in PyTorch's operations."""
+"""Triangle multiplication under cuEquivariance's name: by its definition, in the dimensions and
+precisions that release 0.13 takes, and in PyTorch's operations."""
 import pytest
 import torch
 
@@ -49,32 +50,57 @@ def by_hand(x, direction, mask, norm_in_weight, norm_in_bias, p_in_weight, p_in_
     if direction == "incoming":
         left, right = left.transpose(1, 2), right.transpose(1, 2)
     product = sum(left[:, :, None, k] * right[:, None, :, k] for k in range(x.shape[1]))
-    product = torch.nn.functional.layer_norm(product, x.shape[-1:], norm_out_weight, norm_out_bias)
+    product = torch.nn.functional.layer_norm(product, product.shape[-1:], norm_out_weight, norm_out_bias)
     return (product @ p_out_weight.T + p_out_bias) * (y @ g_out_weight.T + g_out_bias).sigmoid()
 
 
-SIZES = dict(norm_in=(16,), p_in=(32, 16), g_in=(32, 16), norm_out=(16,), p_out=(16, 16), g_out=(16, 16))
-
-
-@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
-def test_the_names_of_cuequivariance(direction):
+def drawn(d=16):
+    """x, a mask, and all weights of hidden width d by their names."""
     torch.manual_seed(2)
-    x, mask = torch.randn(2, 5, 5, 16), (torch.rand(2, 5, 5) > 0.3).float()
-    given = {f"{name}_weight": torch.randn(size) / len(size) ** 2 for name, size in SIZES.items()}
-    given |= {f"{name}_bias": torch.randn(size[:1]) for name, size in SIZES.items()}
+    sizes = dict(norm_in=(16,), p_in=(2 * d, 16), g_in=(2 * d, 16), norm_out=(d,), p_out=(16, d),
+                 g_out=(16, 16))
+    given = {f"{name}_weight": torch.randn(size) / len(size) ** 2 for name, size in sizes.items()}
+    given |= {f"{name}_bias": torch.randn(size[:1]) for name, size in sizes.items()}
+    return torch.randn(2, 5, 5, 16), (torch.rand(2, 5, 5) > 0.3).float(), given
+
+
+@pytest.mark.filterwarnings("ignore:.*and 24 within")
+@pytest.mark.parametrize("direction, d", [("outgoing", 16), ("incoming", 16), ("incoming", 24)])
+def test_the_names_of_cuequivariance(direction, d):
+    x, mask, given = drawn(d)
     expected = by_hand(x, direction, mask, **given)
     assert torch.allclose(update(x, direction, mask, **given), expected, atol=1e-4)
-    without_batch = update(x[1], direction, mask[1], **given)
-    assert torch.allclose(without_batch, expected[1], atol=1e-4)
     needed = {name: t for name, t in given.items() if t.dim() == 2}
     usual = {name: torch.full_like(t, name.startswith("norm") and name.endswith("weight"))
              for name, t in given.items() if name not in needed}
     expected = by_hand(x, direction, torch.ones(2, 5, 5), **needed, **usual)
     assert torch.allclose(update(x, direction, None, **needed), expected, atol=1e-4)
+
+
+def test_x_and_mask_of_two_to_six_dimensions():
+    x, mask, given = drawn()
+    twice = [torch.stack([t, t]) for t in (x, mask)]
+    expected, alike, one = (by_hand(some, "outgoing", present, **given) for some, present in (
+        (x, mask), (x, mask[:1]), (x[1:, :1, :1], mask[1:, :1, :1])))
+    for some, present, out in (
+            (x[1], mask[1], expected[1]), (x[1], mask[None, None, 1], expected[1]), (x, mask[0], alike),
+            (x[:, None], mask, expected[:, None]), (x[1, 0, :1], mask[1, 0, :1], one[0, 0]),
+            (twice[0][None], twice[1], torch.stack([expected, expected])[None])):
+        torch.testing.assert_close(update(some, "outgoing", present, **given), out, atol=1e-4, rtol=1e-4)
+
+
+def test_precisions_and_what_is_refused():
+    x, mask, given = drawn()
+    expected = update(x, "outgoing", mask, **given)
+    for precision in (None, "default", "NONE", 0, -1):
+        assert torch.equal(update(x, "outgoing", mask, **given, precision=precision), expected)
+    for precision in ("ieee", "bfloat16", "mxfp8", 3):
+        with pytest.raises(ValueError, match=f"no precision {precision!r}"):
+            update(x, "outgoing", mask, **given, precision=precision)
     for x_shape, mask_shape, match in (((2, 5, 5), (5, 4), "mask"), ((2, 5, 5), (4, 2, 5, 5), "mask"),
                                        ((1, 5, 5), (3, 5, 5), "mask"), ((2, 3, 5), (3, 5), "x is")):
         with pytest.raises(ValueError, match=match):
-            update(torch.ones(*x_shape, 16), direction, torch.ones(mask_shape), **given)
+            update(torch.ones(*x_shape, 16), "outgoing", torch.ones(mask_shape), **given)
     with pytest.raises(ValueError, match="p_in_weight is missing"):
         update(x)
 
