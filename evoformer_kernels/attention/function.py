@@ -200,7 +200,7 @@ class Weights(NamedTuple):
 
 
 def attention_layer(x, weights, heads, axis, bias=None, key_mask=None, eps=1e-5, onto=None, drop=None,
-                    recompute=False, turned=None):
+                    recompute=False, *, turned=None):
     """Attention along axis 1 or 2 of LayerNorm(x), (B, X, Y, c), as an update or, given onto, added to
     that, which must be x itself.
 

@@ -25,8 +25,8 @@ from collections import OrderedDict
 import torch
 from torch.utils import _pytree as pytree
 
+import evoformer_kernels.patches.triangle as triangle  # not from the package, which imports this file
 from evoformer_kernels.family import once
-from evoformer_kernels.patches import triangle
 
 MOST = 8  # graphs of one block: the one not used for longest goes
 MOST_MOVES = 3  # new captures because weights have moved, as sharded ones do at each step
