@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
 from evoformer_kernels import HOME, limits, precision
+from fusion_lab.training import machine
 from tests.support import ROOT
 from tiny_openfold.layers import attention_choice, kernel_switches
 
@@ -21,17 +22,17 @@ CPU, GPU = torch.device("cpu"), SimpleNamespace(type="cuda")
     (None, CPU, torch.bfloat16), (None, GPU, torch.float16), ("bfloat16", GPU, torch.bfloat16),
     ("float16", CPU, torch.float16)])
 def test_dtype_of_amp(asked, device, found):
-    assert precision.amp_dtype(SimpleNamespace(use_amp=True, amp_dtype=asked), device) == found
-    assert precision.amp_dtype(SimpleNamespace(use_amp=False, amp_dtype=asked), device) is None
+    assert machine.amp_dtype(SimpleNamespace(use_amp=True, amp_dtype=asked), device) == found
+    assert machine.amp_dtype(SimpleNamespace(use_amp=False, amp_dtype=asked), device) is None
 
 
 def test_tf32_is_on_where_the_gpu_has_it(monkeypatch):
     wanted = SimpleNamespace(use_tf32=True)
     for expected in (False, True):
         monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda expected=expected: expected)
-        assert precision.runs_in_tf32(wanted, torch.device("cuda")) is expected
-    assert not precision.runs_in_tf32(wanted, CPU)
-    assert not precision.runs_in_tf32(SimpleNamespace(use_tf32=False), torch.device("cuda"))
+        assert machine.runs_in_tf32(wanted, torch.device("cuda")) is expected
+    assert not machine.runs_in_tf32(wanted, CPU)
+    assert not machine.runs_in_tf32(SimpleNamespace(use_tf32=False), torch.device("cuda"))
 
 
 def test_amds_architecture_goes_without_its_features(monkeypatch):
@@ -39,9 +40,9 @@ def test_amds_architecture_goes_without_its_features(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {3: properties}.get)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    attention_choice.amd_architecture.cache_clear()
-    assert attention_choice.architecture(True) == "gfx942" and attention_choice.architecture(False) == ""
-    attention_choice.amd_architecture.cache_clear()
+    precision.amd_architecture.cache_clear()
+    assert precision.architecture(True) == "gfx942" and precision.architecture(False) == ""
+    precision.amd_architecture.cache_clear()
     cores = {name: attention_choice.has_matrix_cores(name) for name in (
         "gfx906", "gfx908", "gfx90a", "gfx90c", "gfx942", "gfx950", "gfx1100", "")}
     assert [name for name, found in cores.items() if found] == ["gfx908", "gfx90a", "gfx942", "gfx950"]

@@ -53,17 +53,18 @@ def counted(step):
     return sum(found)
 
 
-CASES = {  # a problem of this size; launches and at most so many calls: forward, forward and backward
-    "attention, short": (attention_from_python, 16, (3, 6), (90, 210)),
-    "attention": (attention_from_python, 130, (3, 9), (90, 250)),
-    "multiplication, short": (multiplication_from_python, 16, (3, 8), (161, 322)),
-    "multiplication": (multiplication_from_python, 70, (2, 6), (156, 312)),
+CASES = {  # a problem of this size; of forward, and of forward and backward: launches, how many Triton
+    # looks at each time (sums of partial sums), and calls at most: 2% above those of Python 3.11
+    "attention, short": (attention_from_python, 16, (3, 0, 272), (6, 0, 530)),
+    "attention": (attention_from_python, 130, (3, 0, 262), (9, 0, 556)),
+    "multiplication, short": (multiplication_from_python, 16, (3, 0, 356), (8, 2, 888)),
+    "multiplication": (multiplication_from_python, 70, (2, 0, 350), (6, 2, 876)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_second_call_does_little(name):
-    problem, size, launches, most = CASES[name]
+    problem, size, *expected = CASES[name]
     ours, _, tensors = problem(torch.bfloat16, size)
     tensors = [t.requires_grad_() for t in tensors]
     gradient = torch.zeros_like(ours(*tensors))
@@ -73,8 +74,9 @@ def test_a_second_call_does_little(name):
 
     def both():
         torch.autograd.grad(ours(*tensors), tensors, gradient)
-    for step, number, limit in zip((call, both), launches, most, strict=True):
+    for step, (number, anew, limit) in zip((call, both), expected, strict=True):
         step()
         launched.clear()
-        assert counted(step) <= limit
-        assert len(launched) == number and all(whole is True for _, whole in launched), launched
+        calls, ready = counted(step), [how for _, how in launched if how != "by Triton"]
+        assert calls <= limit
+        assert len(launched) == number and len(ready) == number - anew and all(ready), launched
