@@ -83,7 +83,8 @@ def triangle_multiplicative_update(
     """
     if direction not in ("outgoing", "incoming"):
         raise ValueError(f"direction is {direction!r}, but must be 'outgoing' or 'incoming'")
-    if precision not in (None, -1, 0) and str(precision).lower() not in ("none", "default"):
+    asked = getattr(precision, "value", precision)  # theirs is an enum
+    if asked not in (None, -1, 0) and str(asked).lower() not in ("none", "default"):
         raise ValueError(f"{NAME} has no precision {precision!r}: products are in x's dtype, or autocast's")
     weights = (norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias, norm_out_weight,
                norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias)

@@ -11,12 +11,12 @@ import shlex
 import pytest
 import torch
 
-import run_pytorch_profiler
 import tiny_openfold_v2 as tof
 from companions import fusion_patterns
 from fusion_lab.measuring import batch_size
 from fusion_lab.measuring.probe import probe
 from fusion_lab.profiler import arguments as session
+from fusion_lab.profiler import command
 from fusion_lab.rocm.all_profilers import WRAPPERS, add_options
 from fusion_lab.rocm.wrapper import parse as wrapper_parse
 from fusion_lab.study import arguments as study
@@ -145,7 +145,7 @@ def test_row_2_the_roofline_has_bytes_for_both_companions(program, sizes, tmp_pa
     monkeypatch.chdir(ROOT)
     argv = ["--program", f"companions/{program}.py", *sizes.split(), "--batch-size", "2", "--num-steps", "6",
             "--profile-steps", "1", "--device", "cpu", "--roofline", "--profile-dir", str(tmp_path / "p")]
-    assert run_pytorch_profiler.run(argv) == 0
+    assert command.run(argv) == 0
     out = capsys.readouterr().out
     rows = last_json(out)["roofline"]
     assert all(row["minimal_bytes"] > 0 and row["baseline_bytes"] >= 0 for row in rows)
