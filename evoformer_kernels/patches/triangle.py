@@ -36,6 +36,7 @@ def require_plain(modules):
         own = next(base for base in type(module).__mro__ if "forward" in vars(base))
         require(own in (nn.Linear, nn.LayerNorm) or own.__module__.partition(".")[0] in PROJECTS,
                 f"a part of it is a {type(module).__name__} with a forward of its own")
+        require(not any(getattr(module, name) for name in HOOKS), "a hook on a part of it")
         require("forward" not in vars(module), f"the forward of its {type(module).__name__} was replaced")
         require(getattr(module, "precision", None) is None, "a projection with a precision of its own")
 

@@ -55,10 +55,10 @@ def counted(step):
 
 CASES = {  # a problem of this size; of forward, and of forward and backward: launches, how many Triton
     # looks at each time (sums of partial sums), and calls at most: 2% above those of Python 3.11
-    "attention, short": (attention_from_python, 16, (3, 0, 272), (6, 0, 530)),
-    "attention": (attention_from_python, 130, (3, 0, 262), (9, 0, 556)),
-    "multiplication, short": (multiplication_from_python, 16, (3, 0, 356), (8, 2, 888)),
-    "multiplication": (multiplication_from_python, 70, (2, 0, 350), (6, 2, 876)),
+    "attention, short": (attention_from_python, 16, (3, 0, 280), (6, 0, 546)),
+    "attention": (attention_from_python, 130, (3, 0, 270), (9, 0, 573)),
+    "multiplication, short": (multiplication_from_python, 16, (3, 0, 368), (8, 2, 915)),
+    "multiplication": (multiplication_from_python, 70, (2, 0, 362), (6, 2, 902)),
 }
 
 

@@ -201,6 +201,7 @@ def test_retune_says_what_it_lacks(values, kind, triton, code, words, tmp_path, 
 def test_retune_finds_out_that_it_cannot_keep_its_result_before_it_measures(tmp_path, monkeypatch):
     monkeypatch.setattr(retune, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(retune, "HAS_TRITON", True)
+    monkeypatch.setattr(retune, "require_memory", lambda *_: None)
     (tmp_path / "file").touch()
     monkeypatch.setattr(tuner, "cache_file", lambda: tmp_path / "file" / "cache.json")
     with pytest.raises(UserError, match=r"cannot write .*cache\.json"):
@@ -217,6 +218,7 @@ def test_retune_runs_one_step_and_keeps_what_wins(tmp_path, monkeypatch, capsys)
             tuner.launch(f"up{batch}", "bfloat16 L64", [FIRST, SECOND], lambda chosen: None)
     monkeypatch.setattr(retune, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(retune, "process_settings", lambda settings, device: None)
+    monkeypatch.setattr(retune, "require_memory", lambda *_: None)
     monkeypatch.setattr(retune, "to_device", lambda batch, device: batch)
     monkeypatch.setattr(tuner, "cache_file", lambda: tmp_path / "cache.json")
     monkeypatch.setattr(tuner, "gpu", lambda: "sm_90")

@@ -104,7 +104,7 @@ def test_contenders_take_turns(monkeypatch):
 def test_ladder_of_two_checkouts(tmp_path):
     """The other one's code runs: there the model says something else of its attention."""
     other = tmp_path / "other"
-    for package in ("fusion_lab", "tiny_openfold"):
+    for package in ("evoformer_kernels", "fusion_lab", "tiny_openfold"):
         shutil.copytree(ROOT / package, other / package)
     (other / "benchmarks").mkdir()
     shutil.copy(ROOT / "benchmarks" / "ladder_rung.py", other / "benchmarks")
@@ -154,7 +154,7 @@ def test_patched_layers(tmp_path):
                "--path", ROOT / "tests/programs/fake_peer")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "patches.json").read_text())["results"]["openfold S5"]
-    assert len(rows) == 4 and rows["patched"]["errors"] == rows["as it is"]["errors"]
+    assert len(rows) == 6 and rows["patched"]["errors"] == rows["as it is"]["errors"]
     assert all(row["median_ms"] > 0 for row in rows.values()) and "its own forward runs" in done.stderr
 
 
