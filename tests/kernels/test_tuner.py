@@ -205,7 +205,7 @@ def test_retune_finds_out_that_it_cannot_keep_its_result_before_it_measures(tmp_
     (tmp_path / "file").touch()
     monkeypatch.setattr(tuner, "cache_file", lambda: tmp_path / "file" / "cache.json")
     with pytest.raises(UserError, match=r"cannot write .*cache\.json"):
-        retune.retune(dataclasses.replace(tof.PROGRAM, trainer=None), ultra(tmp_path))
+        retune.retune(dataclasses.replace(tof.PROGRAM, trainer=None), ultra(tmp_path / "run"))
 
 
 def test_retune_runs_one_step_and_keeps_what_wins(tmp_path, monkeypatch, capsys):
@@ -225,11 +225,11 @@ def test_retune_runs_one_step_and_keeps_what_wins(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(tuner, "fastest", lambda key, candidates, run: candidates[1])
     program = dataclasses.replace(tof.PROGRAM, trainer=Trainer, data=lambda settings: SimpleNamespace(
         batch=lambda number: number))
-    assert retune.retune(program, ultra(tmp_path)) == 0
+    assert retune.retune(program, ultra(tmp_path / "run")) == 0
     tiles = {"up0 bfloat16 L64": SECOND}
     assert last_json(capsys.readouterr().out) == dict(
         mode="retune", kernels=1, gpu="sm_90", tiles=tiles, cache=str(tmp_path / "cache.json"))
     assert json.loads((tmp_path / "cache.json").read_text()) == tiles
     Trainer.step = lambda self, batch: None
     with pytest.raises(UserError, match="no Triton kernel ran"):
-        retune.retune(program, ultra(tmp_path))
+        retune.retune(program, ultra(tmp_path / "another"))
