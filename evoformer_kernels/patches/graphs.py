@@ -98,7 +98,7 @@ class Shared:
 
 
 @contextlib.contextmanager
-def capturing(graph, pool, stream):
+def recording(graph, pool, stream):
     """Within, launches go into the graph. Not torch.cuda.graph, which collects garbage each time: a stack of
     48 blocks has 96 graphs."""
     torch.cuda.synchronize()
@@ -129,8 +129,12 @@ def end_capture(stream, pool):
     empty.capture_end()
 
 
-class Captured:
-    """The graphs of a block for one signature.
+class BlockGraphs:
+    """The graphs of a block for one signature, and the tensors that they read and write.
+
+    What is valid when: inputs hold a call's numbers from run() until the next call of any block; those of
+    kept graphs, and their activations, until the next call of this block. So a kept graph has one holder, the call
+    whose backward is to come. Outputs and gradients are copied out at once: the next block writes there, too.
 
     tensors: of the call, which any later ones of the signature resemble; call(tensors): the block's own
     forward, [outputs]; weights: parameters; kind: "forward only", "kept" or "recomputed".
@@ -142,7 +146,7 @@ class Captured:
         self.inputs = [room_for(t) if own else shared.room("in", n, t) for n, t in enumerate(tensors)]
         self.wanted = [n for n, t in enumerate(tensors) if t.requires_grad]
         self.learned = [n for n, w in enumerate(weights) if w.requires_grad]
-        self.running, self.calls = lambda: None, 0  # whose activations a kept graph holds; how many so far
+        self.holder, self.replays = lambda: None, 0  # whose activations a kept graph holds; how many so far
         with torch.no_grad():
             torch._foreach_copy_(self.inputs, [t.detach() for t in tensors])
         self.graphs = [torch.cuda.CUDAGraph() for _ in range(1 + (kind != "forward only"))]
@@ -150,12 +154,12 @@ class Captured:
         triangle.in_graph = True
         try:
             pool, stream = shared.pool_and_stream(self.inputs[0].device)
-            self.capture(call, torch.cuda.graph_pool_handle() if own else pool, stream)
+            self.record(call, torch.cuda.graph_pool_handle() if own else pool, stream)
         finally:
             triangle.in_graph = False
             torch.cuda.set_rng_state(random)
 
-    def capture(self, call, pool, stream):
+    def record(self, call, pool, stream):
         """Run everything once, so that kernels are compiled and loaded, then capture."""
         shared = self.shared
         stream.wait_stream(torch.cuda.current_stream())
@@ -172,7 +176,7 @@ class Captured:
         torch.cuda.current_stream().wait_stream(stream)
         if versions != [t._version for t in self.inputs]:
             raise Uncapturable("it changes its inputs in place")
-        with capturing(self.graphs[0], pool, stream):
+        with recording(self.graphs[0], pool, stream):
             outs = self.forward(call, self.kind == "kept")
             with torch.no_grad():
                 torch._foreach_copy_(self.outs, [t.detach() for t in outs])
@@ -180,7 +184,7 @@ class Captured:
                 del outs
         if self.kind == "forward only":
             return
-        with capturing(self.graphs[1], pool, stream):
+        with recording(self.graphs[1], pool, stream):
             if self.kind == "recomputed":
                 outs = self.forward(call, True)
             self.backward(outs)
@@ -218,10 +222,16 @@ class Captured:
             self.dweights.append((room, [(n, d.shape) for n, d in group], [d.numel() for _, d in group]))
         self.given = None
 
+    def as_the_block_returns(self, tensors):
+        """Outputs, between them what is no tensor, as the block returns them."""
+        rest = iter(tensors)
+        outs = [next(rest) if constant is None else constant[0] for constant in self.form]
+        return pytree.tree_unflatten(outs, self.out_spec)
+
     def run(self, tensors):
         """[outputs] of a call, new tensors."""
         torch._foreach_copy_(self.inputs, tensors)
-        self.calls += 1
+        self.replays += 1
         self.graphs[0].replay()
         return [t.clone() for t in self.outs]
 
@@ -245,36 +255,36 @@ class Replay(torch.autograd.Function):
     round the block would take them away and run the block once more."""
 
     @staticmethod
-    def forward(ctx, captured, count, *tensors):
+    def forward(ctx, graphs, count, *tensors):
         inputs = tensors[:count]
         generator = torch.cuda.default_generators[inputs[0].device.index]
-        ctx.captured, ctx.random = captured, (generator.get_offset(), generator.initial_seed())
-        if captured.kind == "kept":
-            captured.running, tensors = weakref.ref(ctx), tensors[count:]
+        ctx.graphs, ctx.random = graphs, (generator.get_offset(), generator.initial_seed())
+        if graphs.kind == "kept":
+            graphs.holder, tensors = weakref.ref(ctx), tensors[count:]
         ctx.tensors, ctx.versions, ctx.count = tensors, [t._version for t in tensors], count
-        outs = captured.run(inputs)
-        ctx.call = captured.calls
-        ctx.mark_non_differentiable(*[t for n, t in enumerate(outs) if n not in captured.grads_of])
+        outs = graphs.run(inputs)
+        ctx.replay = graphs.replays
+        ctx.mark_non_differentiable(*[t for n, t in enumerate(outs) if n not in graphs.grads_of])
         return tuple(outs)
 
     @staticmethod
     @once("a block in a graph")
     def backward(ctx, *gradients):
-        captured, tensors = ctx.captured, ctx.tensors
-        if tensors is None or captured.kind == "kept" and ctx.call != captured.calls:
+        graphs, tensors = ctx.graphs, ctx.tensors
+        if tensors is None or graphs.kind == "kept" and ctx.replay != graphs.replays:
             raise RuntimeError("a block in a graph has one backward pass for each forward")
         if ctx.versions != [t._version for t in tensors]:
             raise RuntimeError("what a block in a graph reads was changed in place before its backward")
         ctx.tensors = None
-        if captured.kind == "kept":
-            found = captured.run_backward(None, gradients)
-            captured.running = lambda: None
+        if graphs.kind == "kept":
+            found = graphs.run_backward(None, gradients)
+            graphs.holder = lambda: None
             return None, None, *found
         generator = torch.cuda.default_generators[tensors[0].device.index]
         now = generator.get_offset(), generator.initial_seed()
         rewind(generator, *ctx.random)
         try:
-            found = captured.run_backward([t.detach() for t in tensors[:ctx.count]], gradients)
+            found = graphs.run_backward([t.detach() for t in tensors[:ctx.count]], gradients)
         finally:
             rewind(generator, *now)
         return None, None, *found
@@ -313,7 +323,7 @@ class GraphedBlock:
 
     def forget(self):
         """Drop all graphs, and the memory that they share."""
-        self.seen, self.failed, self.captured, self.moves = set(), {}, OrderedDict(), 0
+        self.seen, self.failed, self.by_signature, self.moves = set(), {}, OrderedDict(), 0
         self.shared.rooms.clear()
 
     def __call__(self, *arguments, **named):
@@ -324,29 +334,28 @@ class GraphedBlock:
         places = [n for n, x in enumerate(flat) if isinstance(x, torch.Tensor)]
         tensors = [flat[n] for n in places]
         try:
-            captured, form, weights = self.ready(flat, spec, places, tensors)
+            graphs, weights = self.graphs_for(flat, spec, places, tensors)
         except Uncapturable as reason:
             self.why = f"own code: {reason}"
             self.shared.say(f"{type(self.block).__name__}: {reason}; it runs without a graph")
             return own(self.block, *arguments, **named)
-        if captured is None:
+        if graphs is None:
             return own(self.block, *arguments, **named)
-        if captured.kind == "kept" and captured.running() is not None:
+        if graphs.kind == "kept" and graphs.holder() is not None:
             self.why = "own code: the backward of an earlier call is still to come"
             return own(self.block, *arguments, **named)
-        if not torch.is_grad_enabled() or captured.kind == "forward only":
-            outs = captured.run(tensors)
+        if not torch.is_grad_enabled() or graphs.kind == "forward only":
+            outs = graphs.run(tensors)
         else:
-            outs = Replay.apply(captured, len(tensors), *tensors, *weights)
-        return pytree.tree_unflatten(iterated(form, outs), captured.out_spec)
+            outs = Replay.apply(graphs, len(tensors), *tensors, *weights)
+        return graphs.as_the_block_returns(outs)
 
-    def ready(self, flat, spec, places, tensors):
-        """(Captured, which outputs are tensors, weights) for a call, three times None where it runs as
-        before. Raises Uncapturable."""
+    def graphs_for(self, flat, spec, places, tensors):
+        """(BlockGraphs, weights) for a call, None for both where it runs as before. Raises Uncapturable."""
         if not tensors or not all(t.is_cuda for t in tensors) or torch.cuda.is_current_stream_capturing():
-            return None, None, None
+            return None, None
         if in_backward() and in_checkpoint():  # which runs again what has run as before
-            return None, None, None
+            return None, None
         self.look()
         weights = [parameters[n] for parameters, n in self.weights]
         if any(self.hooks):
@@ -360,7 +369,7 @@ class GraphedBlock:
                      *map(form_of, tensors), *others, *map(type, others),
                      *(module.training for module in self.modules), *(w.requires_grad for w in weights))
         addresses = [w.data_ptr() for w in (*weights, *(buffers[n] for buffers, n in self.buffers))]
-        found = self.captured.get(signature)
+        found = self.by_signature.get(signature)
         if signature in self.failed:
             raise Uncapturable(self.failed[signature])
         if found is None or found[0] != addresses:
@@ -370,7 +379,7 @@ class GraphedBlock:
                 raise Uncapturable("its weights move, as sharded ones do")
             if signature not in self.seen or in_backward():  # where nothing can be captured
                 self.seen.add(signature)
-                return None, None, None
+                return None, None
             try:
                 made = self.capture(flat, spec, places, tensors, weights, kind, autocast)
             except Exception as error:  # whatever it is: the block's own forward says it, too, or runs
@@ -379,12 +388,12 @@ class GraphedBlock:
                     f"it cannot be captured ({type(error).__name__}: {first})")
                 self.failed[signature] = words
                 raise Uncapturable(words) from error
-            found = self.captured[signature] = addresses, *made
-            if len(self.captured) > MOST:
-                self.captured.popitem(last=False)
-        self.captured.move_to_end(signature)
+            found = self.by_signature[signature] = addresses, made
+            if len(self.by_signature) > MOST:
+                self.by_signature.popitem(last=False)
+        self.by_signature.move_to_end(signature)
         self.why = f"graph, {kind}"
-        return *found[1:], weights
+        return found[1], weights
 
     @contextlib.contextmanager
     def holding(self, aliases, weights):
@@ -398,7 +407,7 @@ class GraphedBlock:
                 parameters[name] = weight
 
     def capture(self, flat, spec, places, tensors, weights, kind, autocast):
-        """(Captured, which outputs are tensors)."""
+        """The BlockGraphs of a call."""
         form, out_spec = [], None
         # New leaves at the same addresses: gradients of the old ones belong to the stream of the last step,
         # as long as anything of it is alive.
@@ -419,12 +428,6 @@ class GraphedBlock:
         # Of a checkpoint's hooks for what is saved: here autograd saves for itself.
         with torch.inference_mode(False), torch.cuda.device(tensors[0].device), \
                 torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            captured = Captured(self.shared, call, tensors, aliases, kind)
-        captured.out_spec = out_spec
-        return captured, form
-
-
-def iterated(form, tensors):
-    """Outputs of a block: tensors, and between them what is none."""
-    rest = iter(tensors)
-    return [next(rest) if constant is None else constant[0] for constant in form]
+            graphs = BlockGraphs(self.shared, call, tensors, aliases, kind)
+        graphs.form, graphs.out_spec = form, out_spec
+        return graphs
