@@ -133,8 +133,8 @@ class BlockGraphs:
     """The graphs of a block for one signature, and the tensors that they read and write.
 
     What is valid when: inputs hold a call's numbers from run() until the next call of any block; those of
-    kept graphs, and their activations, until the next call of this block. So a kept graph has one holder, the call
-    whose backward is to come. Outputs and gradients are copied out at once: the next block writes there, too.
+    kept graphs, and their activations, until the next call of this block. So a kept graph has one holder, the
+    call whose backward is to come. Outputs and gradients are copied out at once: the next block writes there.
 
     tensors: of the call, which any later ones of the signature resemble; call(tensors): the block's own
     forward, [outputs]; weights: parameters; kind: "forward only", "kept" or "recomputed".
