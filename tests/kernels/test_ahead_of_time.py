@@ -24,10 +24,11 @@ SHARED = dict(sm_80=166912, sm_90=232448, gfx90a=65536, gfx942=65536, gfx950=655
 
 
 def widths(key):
-    """Kernel, dtype and widths of a key of tiles.json, without numbers of positions and rows: what it may be
-    compiled for."""
+    """Kernel, dtype and widths of a key of tiles.json, without numbers of positions and rows, and what a key
+    may lack: what it may be compiled for."""
     kernel, *words = key.split()
-    return kernel, *(word for word in words if not tuner.EXTENT.fullmatch(word))
+    counted = tuner.EXTENT, tuner.FINER
+    return kernel, *(word for word in words if not any(pattern.fullmatch(word) for pattern in counted))
 
 
 @contextlib.contextmanager
