@@ -87,6 +87,7 @@ class Patch:
                 del module.forward
         for graphed in self.graphed:
             graphed.forget()
+            graphed.shared.rooms.clear()
 
     def __enter__(self) -> "Patch":
         return self
@@ -146,7 +147,8 @@ def check(layer, read):
 
 
 def patch(model: nn.Module, smallest: int = 0, graphs: bool = False) -> Patch:
-    """Put our kernels into every triangle layer within a model; returns a Patch.
+    """Put our kernels into every triangle layer within a model, and where they fit into its SwiGLU
+    transitions and Boltz' pair biases, which report() lists and no warning mentions; returns a Patch.
 
     smallest: residues below which a layer keeps its own forward. graphs: whether blocks that repeat are
     captured in CUDA graphs, by the signatures of their calls, and replayed (graphs.py). Where a call does not
@@ -178,4 +180,6 @@ def patch(model: nn.Module, smallest: int = 0, graphs: bool = False) -> Patch:
         blocks = [GraphedBlock(block, shared) for block in blocks_of(model) if "forward" not in vars(block)]
         for graphed in blocks:
             graphed.block.forward = graphed
+        if not blocks:
+            warnings.warn(f"{type(model).__name__} has no block that is known here: no graphs", stacklevel=2)
     return Patch(forwards, blocks, {module: name or "model" for name, module in model.named_modules()})

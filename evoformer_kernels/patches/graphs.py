@@ -30,7 +30,6 @@ from evoformer_kernels.family import once
 
 MOST = 8  # graphs of one block: the one not used for longest goes
 MOST_MOVES = 3  # new captures because weights have moved, as sharded ones do at each step
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -54,10 +53,16 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-def in_checkpoint():
-    """Whether hooks of a checkpoint take what is saved for backward."""
+def checkpoint_frame():
+    """What a checkpoint remembers of the region that runs, or runs again, if its hooks take what is saved for
+    backward: the object that both of its runs share. Else None."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
+    for cell in (hooks and hooks[0].__closure__) or ():
+        held = cell.cell_contents
+        held = held() if isinstance(held, weakref.ref) else held
+        if type(held).__name__ == "_CheckpointFrame":
+            return held
+    return None
 
 
 def kind_of(tensors, weights, training):
@@ -68,7 +73,7 @@ def kind_of(tensors, weights, training):
         return "recomputed" if wants and training else "forward only"
     if not wants and not any(w.requires_grad for w in weights):
         return "forward only"
-    return "recomputed" if in_checkpoint() or in_backward() else "kept"
+    return "recomputed" if checkpoint_frame() is not None or in_backward() else "kept"
 
 
 class Shared:
@@ -307,54 +312,64 @@ class GraphedBlock:
 
     def look(self):
         """Look at the block's parts, at first and where one was exchanged since: what was captured goes."""
-        parts = [*map(id, self.modules), *(
-            id(part) for module in self.modules for part in module._modules.values())]
-        if parts == self.parts:
+        if self.parts is not None and self.parts == self.all_parts():
             return
         self.modules = list(self.block.modules())
-        self.parts = [*map(id, self.modules), *(
-            id(part) for module in self.modules for part in module._modules.values())]
-        self.hooks = [getattr(module, name) for module in self.modules for name in HOOKS]
+        self.parts = self.all_parts()
+        self.hooks = [getattr(module, name) for module in self.modules for name in triangle.HOOKS]
         self.weights = [(module._parameters, n) for module in self.modules
                         for n, w in module._parameters.items() if w is not None]
         self.buffers = [(module._buffers, n) for module in self.modules
                         for n, t in module._buffers.items() if t is not None]
         self.forget()
 
+    def all_parts(self):
+        """What changes where a part is exchanged: modules, and which parameters and buffers there are."""
+        return [*(id(part) for module in self.modules for part in module._modules.values()),
+                *(None is w for module in self.modules
+                  for held in (module._parameters, module._buffers) for w in held.values())]
+
     def forget(self):
-        """Drop all graphs, and the memory that they share."""
-        self.seen, self.failed, self.by_signature, self.moves = set(), {}, OrderedDict(), 0
-        self.shared.rooms.clear()
+        """Drop all graphs."""
+        self.seen, self.failed, self.by_signature, self.moves = set(), {}, OrderedDict(), {}
 
     def __call__(self, *arguments, **named):
-        own = type(self.block).forward
+        def own(why):
+            self.why = f"own code: {why}"
+            return type(self.block).forward(self.block, *arguments, **named)
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-            return own(self.block, *arguments, **named)
+            return own("torch.compile or a counter looks at it")
         flat, spec = pytree.tree_flatten((arguments, named))
         places = [n for n, x in enumerate(flat) if isinstance(x, torch.Tensor)]
         tensors = [flat[n] for n in places]
         try:
             graphs, weights = self.graphs_for(flat, spec, places, tensors)
         except Uncapturable as reason:
-            self.why = f"own code: {reason}"
             self.shared.say(f"{type(self.block).__name__}: {reason}; it runs without a graph")
-            return own(self.block, *arguments, **named)
-        if graphs is None:
-            return own(self.block, *arguments, **named)
+            return own(reason)
+        if not self.as_before_in_frame(graphs is not None):
+            return own("a signature that did not come twice yet, no GPU, or within another graph")
         if graphs.kind == "kept" and graphs.holder() is not None:
-            self.why = "own code: the backward of an earlier call is still to come"
-            return own(self.block, *arguments, **named)
+            return own("the backward of an earlier call is still to come")
+        self.why = f"graph, {graphs.kind}"
         if not torch.is_grad_enabled() or graphs.kind == "forward only":
             outs = graphs.run(tensors)
         else:
             outs = Replay.apply(graphs, len(tensors), *tensors, *weights)
         return graphs.as_the_block_returns(outs)
 
+    def as_before_in_frame(self, replays):
+        """Whether a call is replayed. Within one checkpoint all calls of a block do as the first one, and so
+        do those that run again: what either saves for backward is told apart by its order alone."""
+        frame = checkpoint_frame()
+        if frame is None:
+            return replays
+        decided = vars(frame).setdefault("evoformer_kernels_replays", {})
+        return decided.setdefault(id(self), replays) and replays
+
     def graphs_for(self, flat, spec, places, tensors):
         """(BlockGraphs, weights) for a call, None for both where it runs as before. Raises Uncapturable."""
         if not tensors or not all(t.is_cuda for t in tensors) or torch.cuda.is_current_stream_capturing():
-            return None, None
-        if in_backward() and in_checkpoint():  # which runs again what has run as before
             return None, None
         self.look()
         weights = [parameters[n] for parameters, n in self.weights]
@@ -374,8 +389,8 @@ class GraphedBlock:
             raise Uncapturable(self.failed[signature])
         if found is None or found[0] != addresses:
             if found is not None:
-                self.moves += 1
-            if self.moves > MOST_MOVES:
+                self.moves[signature] = self.moves.get(signature, 0) + 1
+            if self.moves.get(signature, 0) > MOST_MOVES:
                 raise Uncapturable("its weights move, as sharded ones do")
             if signature not in self.seen or in_backward():  # where nothing can be captured
                 self.seen.add(signature)
@@ -392,7 +407,6 @@ class GraphedBlock:
             if len(self.by_signature) > MOST:
                 self.by_signature.popitem(last=False)
         self.by_signature.move_to_end(signature)
-        self.why = f"graph, {kind}"
         return found[1], weights
 
     @contextlib.contextmanager

@@ -55,7 +55,7 @@ def as_pairs(x, mask):
     return x.reshape(-1, *x.shape[-3:]), mask
 
 
-def waits_for_gpu(x):
+def host_time_is_free(x):
     """Whether the host's time counts for nothing: many residues, a CUDA graph, or torch.compile."""
     return (in_graph or x.shape[-2] >= WHOLE_FROM or torch.compiler.is_compiling()
             or x.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -111,7 +111,7 @@ class Attention(NamedTuple):
             key_mask = None if key_mask is None else key_mask.mT
         if axis == 1 and key_mask is not None:
             key_mask = key_mask.mT  # (B, rows, keys)
-        whole = (waits_for_gpu(x) and limits.takes("attention sub-layer", x.shape[-1], self.heads)
+        whole = (host_time_is_free(x) and limits.takes("attention sub-layer", x.shape[-1], self.heads)
                  and len(self.q.weight) == x.shape[-1]
                  and all(linear.bias is None for linear in projections[:3]))
         function = self.whole_layer if whole else self.core
@@ -180,7 +180,7 @@ class Transition(NamedTuple):
     output: nn.Module
 
     def update(self, x, mask):
-        require(limits.fits("projection", x), f"{x.shape[-1]} channels, or no GPU")
+        require(limits.fits("projection", x), f"{x.shape[-1]} channels, no GPU, or products not in 16 bits")
         linears = self.gate, self.value, self.output
         require_linear(linears)
         require(all(linear.bias is None for linear in linears), "biases in a transition")
@@ -201,7 +201,8 @@ class PairBias(NamedTuple):
     def update(self, x, mask):
         require(limits.fits("head bias", x, len(self.head.weight)), "its widths, or no GPU")
         require_linear([self.head])
-        require(x.dim() == 4 and self.head.bias is None, "a bias on the projection to heads")
+        require(self.head.bias is None, "a bias on the projection to heads")
+        require(x.dim() == 4, f"a pair tensor of shape {tuple(x.shape)}")
         from evoformer_kernels.projections import head_bias
         norm_weight, norm_bias, eps = affine(self.norm)
         return head_bias(x, norm_weight, norm_bias, self.head.weight, eps)[0]

@@ -14,8 +14,8 @@ recomputes LayerNorm from x. Its affine weights are not folded into W: normalise
 differently.
 
 Backward of the first adds up dy W + d(head_bias) Wh and LayerNorm's derivative. Where a whole sub-layer is
-one function (attention/layer.py, transition.py), it adds the gradient of the residual, too. Normalised x is
-written once more, for the product that makes the gradient of W in the BLAS library. The derivative of the
+one function (attention/function.py, transition.py), it adds the gradient of the residual, too. Normalised x
+is written once more, for the product that makes the gradient of W in the BLAS library. The derivative of the
 output projection is in attention/output_backward.py.
 
 The kernels are in kernels.py; here are their tiles, launchers, operators and derivatives.

@@ -17,6 +17,8 @@ from tests.kernels.rule import equal
 BLOCKS = [("boltz-2.2.1", "pair"), ("openfold3-0.5.0", "pair"), ("protenix-2.0.0", "MSA")]
 MODES = {"kept": lambda call, *x: call(*x),
          "recomputed": lambda call, *x: checkpoint(call, *x, use_reentrant=False),
+         "recomputed, with more": lambda call, *x: checkpoint(
+             lambda *x: tuple(y.sin() for y in call(*(y.cos() for y in x))), *x, use_reentrant=False),
          "recomputed, reentrant": lambda call, *x: checkpoint(call, *x, use_reentrant=True)}
 
 
