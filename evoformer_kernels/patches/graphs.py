@@ -155,13 +155,13 @@ class BlockGraphs:
         with torch.no_grad():
             torch._foreach_copy_(self.inputs, [t.detach() for t in tensors])
         self.graphs = [torch.cuda.CUDAGraph() for _ in range(1 + (kind != "forward only"))]
-        random = torch.cuda.get_rng_state()
+        random, before = torch.cuda.get_rng_state(), triangle.in_graph
         triangle.in_graph = True
         try:
             pool, stream = shared.pool_and_stream(self.inputs[0].device)
             self.record(call, torch.cuda.graph_pool_handle() if own else pool, stream)
         finally:
-            triangle.in_graph = False
+            triangle.in_graph = before
             torch.cuda.set_rng_state(random)
 
     def record(self, call, pool, stream):

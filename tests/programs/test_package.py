@@ -88,14 +88,15 @@ def test_the_wheel_says_what_it_is(site):
     assert len(links) == len(own) > 20 and all(link.startswith("https://") for link in links)
     for name in ("tiny_openfold/models/families.pt", "tiny_openfold/models/README.md",
                  "tiny_openfold/proteins/fold_page.html", "evoformer_kernels/tiles.json",
-                 "evoformer_kernels/__init__.pyi", "fusion_lab/py.typed",
+                 "evoformer_kernels/__init__.pyi", "evoformer_kernels/py.typed", "fusion_lab/py.typed",
                  "tiny_openfold/py.typed", "tiny_openfold_v2-stubs/__init__.pyi"):
         assert (site / name).read_bytes() == (ROOT / name).read_bytes()
-    modules = {str(file.relative_to(ROOT)) for package in ("fusion_lab", "tiny_openfold")
+    modules = {str(file.relative_to(ROOT)) for package in ("evoformer_kernels", "fusion_lab", "tiny_openfold")
                for file in (ROOT / package).rglob("*.py")}
     assert modules <= {str(file.relative_to(site)) for file in site.rglob("*.py")}
     assert {path.name for path in site.iterdir()} - {"bin", "__pycache__"} == {
-        "fusion_lab", "tiny_openfold", "tiny_openfold_v2.py", "tiny_openfold_v2-stubs", f"{NAMED}.dist-info"}
+        "evoformer_kernels", "fusion_lab", "tiny_openfold", "tiny_openfold_v2.py",
+        "tiny_openfold_v2-stubs", f"{NAMED}.dist-info"}
     assert next(site.glob("*.dist-info/licenses/LICENSE"), None)
 
 

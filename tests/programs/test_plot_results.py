@@ -28,11 +28,10 @@ def test_the_table_has_the_figures_of_the_raw_file(column, shape):
 
 
 def test_other_people_s_layers_too():
-    results = plot_results.json.loads((plot_results.RESULTS / "patches_h100_2026-11-27.json").read_text())
-    found = cells("one layer in training")
-    assert len(found) == 2
+    results = plot_results.json.loads((plot_results.RESULTS / "patches_h200_2026-11-28.json").read_text())
+    found = cells("one block in training")
+    assert len(found) == 4
     for name, *figures in found:
-        layer, size = re.fullmatch(r"(\w+).*, S (\d+).*", name).groups()
-        ways = results["results"][f"{layer.lower()} S{size}"]
-        assert figures == [f"{ways[way]['median_ms']:.1f}" if way in ways else "not measured"
-                           for way in ("as it is", "cuEquivariance", "patched")]
+        ways = results["results"][f"{re.match('[A-Za-z]+3?', name)[0].lower()} S256"]
+        assert [figure.strip("*") for figure in figures] == [
+            f"{ways[way]['median_ms']:.2f}" for way in ("as it is", "patched", "patched, graphs")]

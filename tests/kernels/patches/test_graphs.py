@@ -48,16 +48,15 @@ class Called:
             return MODES[mode](call, *self.tensors)
 
     def step(self, model, mode="kept", scale=1.0):
-        """{name: outputs, gradients}; those of parameters are added up in the model."""
+        """{name: outputs, gradients}; those of parameters are added up over steps."""
+        for tensor in self.tensors:
+            tensor.grad = None
         outs = self.outputs(model, mode)
-        loss = sum((scale * x.float() * self.there(x)).square().sum() for x in outs)
-        grads = torch.autograd.grad(loss, [*self.tensors, *model.parameters()], allow_unused=True)
-        for parameter, gradient in zip(model.parameters(), grads[len(self.tensors):], strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        names = [f"output {n}" for n in range(len(outs))]
-        names += self.names + [name for name, _ in model.named_parameters()]
-        return dict(zip(names, (*(x.detach() for x in outs), *grads), strict=True))
+        sum((scale * x.float() * self.there(x)).square().sum() for x in outs).backward()
+        found = {f"output {n}": x.detach() * self.there(x) for n, x in enumerate(outs)}
+        found |= {name: tensor.grad for name, tensor in zip(self.names, self.tensors, strict=True)}
+        return found | {name: None if p.grad is None else p.grad.clone()
+                        for name, p in model.named_parameters()}
 
     def there(self, x):
         key = next(k for k in "zsm" if self.problem.there[k].shape == x.shape[:-1])
@@ -91,11 +90,8 @@ def test_steps_as_without_graphs(where, kind, dropout, mode, as_in_graphs):
             found.append(called.step(model, mode, scale=1.0 + number))
             if number == 2:
                 optimizer.step()
-            if number >= 2:
                 optimizer.zero_grad()
         assert not far(found[1], found[0], 2e-2), number
-        sums = [{n: p.grad for n, p in model.named_parameters() if p.grad is not None} for model in models]
-        assert not far(sums[1], sums[0], 2e-2), number
     assert patches[1].report()["model"] == f"graph, {mode.partition(',')[0]}"
 
 
@@ -116,7 +112,7 @@ def test_two_calls_before_their_backward_keep_apart(as_in_graphs):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["kept", "recomputed"])
 def test_a_second_backward_of_one_forward_is_refused(mode):
     """Its activations are gone."""
     called = Called(*BLOCKS[0])
@@ -197,6 +193,7 @@ def test_on_a_cpu_blocks_run_as_they_were():
         warnings.simplefilter("ignore")
         with patch(called.model, graphs=True) as patched:
             for _ in range(3):
+                called.model.zero_grad()
                 found = called.step(called.model)
             assert patched.blocks == [called.model] and "own code" in patched.report()["model"]
     assert equal(found.values(), expected.values())
