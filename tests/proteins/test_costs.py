@@ -18,7 +18,7 @@ SIZES = dict(device="cpu", seq_len=8, num_seqs=6, batch_size=2, num_blocks=2, ms
 def test_flops_are_those_that_torch_counts(fused):
     settings = tof.PROGRAM.settings(**{**SIZES, "batch_size": 1, "seq_len": 24})
     fusion = replace(tof.PROGRAM.fusion_config.preset(False), enable_opm_fusion=fused)
-    assert fusion.weight_first(1, 6, 24) is fused
+    assert fusion.weight_first(1, 6, 24, settings.model.outer_product_dim, None) is fused
     batch = tof.PROGRAM.data(settings).batch(0)
     with FlopCounterMode(display=False) as counter:
         tof.TinyOpenFoldV2(settings.model, fusion).for_loss(**batch)
