@@ -102,7 +102,7 @@ def test_every_letter_has_its_token(tmp_path):
 
 
 @pytest.mark.parametrize("name, text, rows", [
-    ("x.a3m", ">101\nACDEF\n>a\nAC-EF\n\0>101\nACDEF\n>b\nGHIKL\n\0",  # of two databases for one query
+    ("x.a3m", ">101\nACDEF\n>a\nAC-EF\n\0>102\nACDEF\n>b\nGHIKL\n\0",  # of two databases for one query
      ["ACDEF", "AC-EF", "ACDEF", "GHIKL"]),
     ("x.fasta", ">q\nAC*EF*\n>a\nACDEF\n>b\nACDEF*\n", ["ACXEF", "ACDEF", "ACDEF"]),  # a stop codon within
     ("x.a3m", ">q C:\\new\nACDE\n>r\nAC-E\n", ["ACDE", "AC-E"]),

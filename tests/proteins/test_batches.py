@@ -187,6 +187,7 @@ def test_the_seed_draws_the_families_for_validation(monkeypatch):
     source = source_of(holdout_fraction=0.2, seed=3)
     uses = [[family.name for family in each] for each in (source.families, source.validation, source.unseen)]
     assert all(uses) and sorted(sum(uses, [])) == sorted(source.by_name)  # each family has one
+    assert (source.names, source.choosing) == (uses[0], {*uses[1]})  # which a model's file will say
 
 
 def test_few_coordinates_are_one_warning_and_next_to_none_are_refused(capsys, monkeypatch):

@@ -4,9 +4,8 @@ import math
 import pytest
 import torch
 
-from tests.proteins.folds_at_hand import CENTRES, SEQUENCE, a_fold, certain
+from tests.proteins.folds_at_hand import CENTRES, a_fold
 from tiny_openfold.proteins import confidence
-from tiny_openfold.proteins.fold_energy import anchor
 
 
 def test_expected_is_what_it_comes_to_if_the_distogram_is_true():
@@ -30,15 +29,6 @@ def test_expected_is_what_it_comes_to_if_the_distogram_is_true():
                     kept += 0.5 * sum(error < cutoff for cutoff in (0.5, 1, 2, 4)) / 4
         by_hand.append(kept / weight)
     assert found.tolist() == pytest.approx(by_hand) and 0.6 < found.mean() < 0.9
-
-
-def test_a_sure_distogram_and_its_fold_expect_much_and_a_flat_one_little():
-    true = a_fold()
-    points = anchor(true[None], SEQUENCE)[0]
-    sure = confidence.expected_lddt(certain(true, SEQUENCE, 0.2).softmax(-1), CENTRES, points)
-    flat = confidence.expected_lddt(torch.zeros(24, 24, 64, dtype=torch.float64).softmax(-1), CENTRES, points)
-    wrong = confidence.expected_lddt(certain(true, SEQUENCE, 0.2).softmax(-1), CENTRES, 2 * points)
-    assert sure.min() > 0.9 and flat.max() < 0.5 and wrong.mean() < 0.5
 
 
 def test_plddt_lies_between_0_and_100_and_is_0_without_neighbours():

@@ -66,6 +66,7 @@ def test_a_picture_marks_right_and_wrong_pairs_and_what_is_missing():
     assert [bool(patch.get_hatch()) for patch in axis.patches] == 2 * [True]  # row and column
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["2", "10", "12", "14", "16", "18", "20"]
     maps.draw_contacts(beside, a_map(structure=False))
+    assert not a_map(structure=False).missing.any()  # or all of it would be hatched
     assert np.asarray(beside.images[1].get_array())[0, 13] == pytest.approx(1 - 0.7 * 0.9)
 
 
@@ -128,6 +129,8 @@ def test_evaluations_are_ranked_by_the_precision_of_validation_families(monkeypa
         found[name] = evaluation.evaluate(trainer, source, SimpleNamespace(signal=None))
     assert [found[name].score for name in figures] == [0.8, 0.7]
     assert found["early"].scores == {"validation P(L/2)": 0.8, "validation lDDT": 0.5}
+    batch["coord_mask"] = torch.ones(1, 6)  # of which no two are six apart
+    assert evaluation.evaluate(trainer, source, SimpleNamespace(signal=None)).scores == {}
 
 
 def test_the_end_of_a_run_names_held_out_families_whose_relatives_it_learned_from(capsys):

@@ -113,6 +113,13 @@ def query(tmp_path):
     return write(tmp_path / "query.fasta", f">q\n{SEQUENCE}\n")
 
 
+def test_a_structure_may_be_named_with_its_chain(tmp_path):
+    mine = write(tmp_path / "mine:A", "")  # a file of this very name
+    for given, *expected in (("x:B", "x", "B"), ("x", "x", None), ("x:", "x", None), ("C:/x", "C:/x", None),
+                             (mine, str(mine), None)):
+        assert files.split_structure_argument(given) == (*expected,)
+
+
 @pytest.mark.parametrize("name", ["x.PDB", "x.ent", "x.pdb.gz", "x.cif", "x.CIF.GZ", "misnamed.txt"])
 def test_the_format_is_told_by_content(name, query, tmp_path):
     path = write_model(tmp_path / "x.pdb", *model(SEQUENCE), "TER")
@@ -174,7 +181,8 @@ def test_highest_occupancy_of_alternate_locations_and_residues(fmt, tmp_path):
 
 def test_no_cb_no_coordinates_except_glycine(query, tmp_path):
     path = write_model(tmp_path / "x.pdb", *model(SEQUENCE, leave_out=[(4, "CB")]))
-    assert columns_with_coords(load_protein(query, path).coords) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    protein = load_protein(write(tmp_path / "gap.fasta", f">q\n-{SEQUENCE}\n"), path)
+    assert columns_with_coords(protein.coords) == [0, 1, 2, 3, 5, 6, 7, 8, 9] and protein.left_out == 1
     trace = write_model(tmp_path / "ca.pdb", *(line for line in model(SEQUENCE) if line[12:16] == " CA "))
     error = one_line_error(load_protein, query, trace)
     assert "ca.pdb" in error and "only 1 of 10" in error

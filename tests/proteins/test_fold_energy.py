@@ -115,6 +115,12 @@ def test_the_plot_is_a_density_and_knows_glycine_and_proline():
     assert both.item() == pytest.approx(a[0] + g[1])
 
 
+def test_the_plot_is_that_of_the_residue_whose_angles_these_are():
+    atoms = chain([(-60, -45)] * 3 + [(85, 7)] + [(-60, -45)] * 3)  # rare in the middle, but for glycine
+    plots = [terms(atoms[None], "A" * k + "G" + "A" * (6 - k), atoms)["plot"].item() for k in range(7)]
+    assert min(plots) == plots[3] < plots[2] - 2
+
+
 def test_whole_chains_have_whole_bonds():
     atoms = chain([(-60, -45)] * 8)[None]
     assert e.peptide_bonds(atoms).item() < 0.1

@@ -227,6 +227,7 @@ def test_a_picture_has_the_map_and_the_fold_coloured_by_plddt(tmp_path):
     assert (np.diff(curve[drawn, 2] + curve[np.add(drawn, 1), 2]) >= -1e-9).all()  # near over far
     ends = np.concatenate([stroke.get_segments()[0] for stroke in strokes])
     assert np.abs(ends[:, None] - places[:, :2]).max(-1).min(0).max() < 1e-9  # through every residue
+    assert {note.get_text(): note.xy[0] for note in axis.texts} == dict(N=places[0, 0], C=places[-1, 0])
     fold_pictures.write_picture(tmp_path / "x.png", *a_map(1), np.array([50.0]))  # one residue has no curve
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 

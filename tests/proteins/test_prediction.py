@@ -116,6 +116,7 @@ def with_structure(tmp_path):
 
 def test_with_a_structure_there_is_precision_beside_dca(tmp_path, model_file, capsys, monkeypatch):
     monkeypatch.setattr(prediction, "YARDSTICK_ROWS", 3)
+    monkeypatch.setattr(contacts, "CONTACT_DISTANCE", 40)  # Å: of a straight chain up to 10 residues touch
     alignment, structure = with_structure(tmp_path)
     assert run("--contacts", alignment, "--structure", f"{structure}:A", *FLAGS) == 0
     out = capsys.readouterr().out
@@ -156,6 +157,7 @@ def test_how_many_rows_the_model_saw_is_told(tmp_path, monkeypatch):
     assert run("--contacts", alignment, *FLAGS, "--eval-seqs", 5) == 0
     found = json.loads((tmp_path / "out" / "x.json").read_text())
     assert (found["rows"], found["rows_used"], found["extra_rows_used"]) == (20, 5, 20)
+    assert "--eval-seqs 5" in found["command"] and "--seed" not in found["command"]  # what was given
     # depth is that of all rows that the model reads
     assert found["effective_rows"] == Depth.of(files.load_alignment(alignment).msa).effective
     assert "couplings of 20" in (tmp_path / "out" / "x.rr").read_text()
@@ -206,6 +208,8 @@ def test_several_alignments_are_scored_beside_their_structures(tmp_path, model_f
     scores = [line["precision"]["model"]["6"]["p_l2"] for line in lines[:2]]
     assert last["means"]["P(L/2) 6+"] == sum(scores) / 2 and last["failed"] == ["some/c.a3m"]
     assert run("--contacts", "some/a.a3m", "--structure", "some", *FLAGS) == 0
+    folds = [dict(scores=dict(tm_score=score, residues_compared=80)) for score in (0.25, 0.75)]
+    assert prediction.means_of([*folds, dict(error="row 2"), dict(scores=None)]) == dict(tm_score=0.5)
 
 
 def test_a_seed_draws_the_rows(tmp_path, model_file):
@@ -361,22 +365,15 @@ def test_long_alignments_are_subsampled_as_in_the_trainers_evaluation(tmp_path, 
         assert sorted(found["extra_msa"][0].tolist()) == sorted(batch["extra_msa"][0].tolist())
 
 
-@pytest.mark.parametrize("sequence", ["M", "MKTAYIA"])
-def test_short_chains(tmp_path, model_file, capsys, sequence):
+@pytest.mark.parametrize("sequence", ["M", "MKTAYIA", 2 * SEQUENCE])
+def test_chains_of_any_length(tmp_path, model_file, capsys, sequence):
     alignment = an_alignment(tmp_path / "a b.aln.a3m", rows=1, sequence=sequence)
     assert run("--contacts", alignment, *FLAGS) == 0
     path, = (tmp_path / "out").glob("*.rr")
     lines, pairs = rr_pairs(path)
-    assert len(pairs) == max(len(sequence) - 6, 0) and lines[1] == "TARGET a_b.aln"
+    assert len(pairs) == sum(range(len(sequence) - 5)) and lines[1] == "TARGET a_b.aln"
+    assert "".join(lines[lines.index("MODEL 1") + 1:-1 - len(pairs)]) == sequence
     assert ("No two residues are 6 apart" in capsys.readouterr().out) is (len(sequence) < 7)
-
-
-def test_what_is_not_finite_is_not_written(tmp_path, model_file, capsys):
-    model = model_of()
-    model.distogram_head.weight.data.fill_(3e38)  # finite, but no product with it is
-    save_model(model_file, model, CARD)
-    assert run("--contacts", an_alignment(tmp_path / "x.a3m"), *FLAGS) == 1
-    assert "not finite" in capsys.readouterr().err and not [*(tmp_path / "out").iterdir()]
 
 
 def test_checkpoints_of_any_switches_serve(tmp_path):
@@ -411,7 +408,7 @@ def test_what_cannot_be_used_is_one_line(tmp_path, model_file, capsys, monkeypat
 
 
 @pytest.mark.parametrize("mode", ["--contacts", "--fold"])
-def test_nothing_is_written_of_predictions_that_are_not_finite(mode, tmp_path, model_file, monkeypatch):
+def test_predictions_that_are_not_finite_are_not_written(mode, tmp_path, model_file, capsys, monkeypatch):
     forward = tof.TinyOpenFoldV2.forward
 
     def spoilt(*inputs, **named):
@@ -419,6 +416,7 @@ def test_nothing_is_written_of_predictions_that_are_not_finite(mode, tmp_path, m
         return {**found, "distances": found["distances"] / 0 * 0}
     monkeypatch.setattr(tof.TinyOpenFoldV2, "forward", spoilt)
     assert run(mode, an_alignment(tmp_path / "x.a3m"), *FLAGS) == 1 and not list((tmp_path / "out").iterdir())
+    assert "not finite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -436,8 +434,6 @@ def test_the_memory_that_is_foretold_is_what_the_model_takes(length, rows, coevo
             model(**batch)
     assert prediction.needs(config, dtype) == pytest.approx(counter.peak, rel=0.25)
 
-
-# --- Memory beforehand ----------------------------------------------------------------------------
 
 def test_memory_that_a_cpu_keeps_counts(monkeypatch):
     config, gigabytes = tof.TinyOpenFoldConfig(seq_len=100, num_seqs=64), 10 * 2 ** 30

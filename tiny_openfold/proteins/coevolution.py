@@ -71,10 +71,10 @@ def direct_couplings(single, pairs, seq_mask):
     single = (1 - PSEUDOCOUNT) * single + PSEUDOCOUNT / Q
     pairs = ((1 - PSEUDOCOUNT) * pairs + PSEUDOCOUNT / Q ** 2).unflatten(2, (size, Q)).unflatten(1, (size, Q))
     site = torch.arange(size, device=single.device)
-    pairs[:, site, :, site] = torch.diag_embed(single.unflatten(1, (size, Q))).transpose(0, 1)
-    joint = single.unflatten(1, (size, Q))
+    single = single.unflatten(1, (size, Q))
+    pairs[:, site, :, site] = torch.diag_embed(single).transpose(0, 1)
     linked = (seq_mask[:, :, None] * seq_mask[:, None]).clamp(min=torch.eye(size, device=single.device))
-    covariance = (pairs - joint[..., None, None] * joint[:, None, None]) * linked[:, :, None, :, None]
+    covariance = (pairs - single[..., None, None] * single[:, None, None]) * linked[:, :, None, :, None]
     covariance = covariance[:, :, :-1, :, :-1].reshape(len(single), size * (Q - 1), size * (Q - 1))
     found = pairs.new_zeros(pairs.shape)
     found[:, :, :-1, :, :-1] = -inverse(covariance).unflatten(2, (size, Q - 1)).unflatten(1, (size, Q - 1))

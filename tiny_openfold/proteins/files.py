@@ -380,12 +380,19 @@ ALIGNMENT_SUFFIXES = tuple(suffix for known in FORMATS for suffix in known.suffi
 STRUCTURE_SUFFIXES = (".cif", ".mmcif", ".pdb", ".ent")
 
 
+def files_in(directory, suffixes):
+    """Sorted paths of the files in a directory with these suffixes, packed or not. Raises UserError."""
+    try:
+        names = [name for name in sorted(os.listdir(directory)) if split_suffix(name)[1] in suffixes]
+    except OSError as error:
+        raise UserError(f"{directory}: {error.strerror}") from None
+    paths = [os.path.join(directory, name) for name in names if name[0] != "."]
+    return [path for path in paths if not os.path.isdir(path)]
+
+
 def alignments_in(directory):
-    """Paths of the alignments in a directory, by their names, sorted. Raises UserError where there are
-    none."""
-    paths = [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if name[0] != "."]
-    found = [path for path in paths
-             if split_suffix(path)[1] in ALIGNMENT_SUFFIXES and not os.path.isdir(path)]
+    """Paths of the alignments in a directory. Raises UserError where there are none."""
+    found = files_in(directory, ALIGNMENT_SUFFIXES)
     if not found:
         raise UserError(f"{directory}: no alignment in it is called NAME{' or '.join(ALIGNMENT_SUFFIXES)}")
     return found
@@ -395,15 +402,10 @@ def load_families(directory):
     """Directory -> (list of Protein sorted by name, names of files without a partner): each alignment with
     the structure of its name beside it, packed or not. Other files are ignored. Raises UserError: no such
     directory, no pair in it, two files for one NAME."""
-    try:
-        paths = sorted(Path(directory).iterdir())
-    except OSError as error:
-        raise UserError(f"{directory}: {error.strerror}") from None
     found = {}  # NAME -> (alignments, structures)
-    for path in paths:
+    for path in map(Path, files_in(directory, ALIGNMENT_SUFFIXES + STRUCTURE_SUFFIXES)):
         stem, suffix = split_suffix(path)
-        if not path.is_dir() and suffix in ALIGNMENT_SUFFIXES + STRUCTURE_SUFFIXES and path.name[0] != ".":
-            found.setdefault(stem, ([], []))[suffix in STRUCTURE_SUFFIXES].append(path)
+        found.setdefault(stem, ([], []))[suffix in STRUCTURE_SUFFIXES].append(path)
     pairs = {stem: kinds for stem, kinds in sorted(found.items()) if all(kinds)}
     alone = sorted(path.name for kinds in found.values() if not all(kinds) for path in sum(kinds, []))
     if not pairs:

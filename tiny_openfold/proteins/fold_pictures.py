@@ -21,26 +21,22 @@ from tiny_openfold.proteins.relatives import cautions, kinship
 from tiny_openfold.proteins.secondary import OTHER, secondary_structure
 
 PAGE = Path(__file__).with_name("fold_page.html")
-BANDS = ((90, "#0053D6", "very high"), (70, "#65CBF3", "high"), (50, "#FFDB13", "low"),
-         (0, "#FF7D45", "very low"))
+BANDS = (  # least pLDDT, colour, words for a residue, what a mean says of a fold
+    (90, "#0053D6", "very high", "Right, in most details too"),
+    (70, "#65CBF3", "high", "Right overall; details may be off"),
+    (50, "#FFDB13", "low", "Roughly right overall; do not trust details"),
+    (0, "#FF7D45", "very low", "Large parts are probably wrong"))
 PIECES = 5  # of the curve between two residues
 
 
-def in_words(plddt):
-    """What a mean pLDDT says of a fold."""
-    return next(words for least, words in (
-        (90, "Right, in most details too"), (70, "Right overall; details may be off"),
-        (50, "Roughly right overall; do not trust details"), (0, "Large parts are probably wrong"))
-        if plddt >= least or not least)
+def band(plddt):
+    """The row of BANDS that a pLDDT belongs to."""
+    return next(one for one in BANDS if plddt >= one[0] or not one[0])
 
 
 def nameless(text):
     """A command without the folders of the machine that ran it: pages are passed on."""
     return shlex.join(os.path.basename(word) if os.path.isabs(word) else word for word in shlex.split(text))
-
-
-def colour(plddt):
-    return next(shade for least, shade, _ in BANDS if plddt >= least or not least)
 
 
 def turned(points):
@@ -66,7 +62,7 @@ def smooth(points):
 def notes(result):
     """[(class of the paragraph, words)] above the panels."""
     extra = result["extra_rows_used"]
-    found = [("", f"{in_words(result['plddt'])}: mean pLDDT {result['plddt']:.0f} of 100. "
+    found = [("", f"{band(result['plddt'])[3]}: mean pLDDT {result['plddt']:.0f} of 100. "
                   f"{counted(result['residues'], 'residue')}, {result['rows_used']} of "
                   f"{counted(result['rows'], 'row')}" + (f", {extra} for couplings" if extra else "")
               + f" ({result['effective_rows']:.1f} effective)")]
@@ -133,7 +129,7 @@ def draw_fold(axis, sequence, atoms, plddt):
     residue = np.minimum((np.arange(len(strokes)) / PIECES + 0.5).astype(int), len(sequence) - 1)
     order = strokes[:, :, 2].mean(axis=1).argsort()
     width = np.array([1.8 if letters[k] == OTHER else 4.5 for k in residue])
-    shade = [colour(plddt[k]) for k in residue]
+    shade = [band(plddt[k])[1] for k in residue]
     for k in order:
         for tint, more, cap in (("#333333", 1.4, "butt"), (shade[k], 0, "round")):
             axis.add_collection(LineCollection([strokes[k, :, :2]], colors=[tint], capstyle=cap,
@@ -143,4 +139,4 @@ def draw_fold(axis, sequence, atoms, plddt):
     reach = np.abs(places).max() + 4
     axis.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xticks=[], yticks=[])
     axis.set_title("fold, coloured by pLDDT", fontsize=11)
-    return [Patch(facecolor=tint, label=f"pLDDT {words}") for _, tint, words in BANDS]
+    return [Patch(facecolor=tint, label=f"pLDDT {words}") for _, tint, words, _ in BANDS]

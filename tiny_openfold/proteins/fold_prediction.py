@@ -76,7 +76,7 @@ def writers(found, atoms, plddt, result):
 def print_fold(result):
     on = result["plddt_calibrated_on"]
     how = f"which was measured on {on}" if on else "if the model's distances are right: not measured"
-    print(f"{fold_pictures.in_words(result['plddt'])}: pLDDT {result['plddt']:.0f} of 100, the lDDT-CA to be "
+    print(f"{fold_pictures.band(result['plddt'])[3]}: pLDDT {result['plddt']:.0f} of 100, the lDDT-CA to be "
           f"expected, {how}")
     if result["untested"]:
         print("  For alignments such as this it was not measured: it may be far too high")

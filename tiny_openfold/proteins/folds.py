@@ -103,7 +103,8 @@ def backbone(rng, residues):
 
 
 def side_chains(ca):
-    """CB atoms (S, 3) of CA atoms (S, 3): away from both neighbours, to the side that L-amino acids have."""
+    """CB atoms (S, 3) of CA atoms (S, 3): away from both neighbours, and to the side that D-amino acids have,
+    since helix() is left-handed: the mirror image of nature, with the same distances."""
     before = np.diff(ca, axis=0, prepend=2 * ca[:1] - ca[1:2])
     after = np.diff(ca, axis=0, append=2 * ca[-1:] - ca[-2:-1])
     away, side = before - after, np.cross(before, after)

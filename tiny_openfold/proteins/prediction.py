@@ -168,12 +168,12 @@ def structure_of(training, alignment):
     path, chain = files.split_structure_argument(training.structure)
     if not os.path.isdir(path):
         return path, chain
-    there = [name for name in sorted(os.listdir(path)) if files.split_suffix(name)[0] == name_of(alignment)
-             and files.split_suffix(name)[1] in files.STRUCTURE_SUFFIXES]
+    there = [structure for structure in files.files_in(path, files.STRUCTURE_SUFFIXES)
+             if files.split_suffix(structure)[0] == name_of(alignment)]
     if len(there) != 1:
         raise UserError(f"--structure {path}: it holds {', '.join(there) or 'no structure'} for "
                         f"{called(alignment)}, where one of the same name is needed")
-    return os.path.join(path, there[0]), chain
+    return there[0], chain
 
 
 class Predictor:
