@@ -259,10 +259,11 @@ def results(**switches):
 def test_the_pointwise_kernel_changes_nothing(switches, kernels, monkeypatch):
     gated_rotary = pytest.importorskip("companions.kernels.gated_rotary")  # needs Triton
     monkeypatch.setattr(llama, "runs", lambda x: True)  # on the CPU, in the interpreter
-    for name in ("swiglu", "rotary"):
-        monkeypatch.setattr(gated_rotary, name, mock.Mock(wraps=getattr(gated_rotary, name)))
+    places = dict(swiglu=llama, rotary=gated_rotary)
+    for name, place in places.items():
+        monkeypatch.setattr(place, name, mock.Mock(wraps=getattr(place, name)))
     plain, ours = results(**switches), results(enable_pointwise_kernel=True, **switches)
-    assert [name for name in ("swiglu", "rotary") if getattr(gated_rotary, name).called] == kernels
+    assert [name for name, place in places.items() if getattr(place, name).called] == kernels
     for name, expected in plain.items():
         scale = max(expected.abs().max().item(), 1e-2)
         assert (ours[name] - expected).abs().max() < 2e-5 * scale, name
