@@ -70,7 +70,7 @@ def test_in_kernels(by, where, kind, S, on_gpu):
     """In float32, in the interpreter, which takes 15 s for 17 residues, from which on Protenix calls us;
     a GPU takes all blocks and larger ones."""
     problem = Problem(where, kind, S, True)
-    assert not wrong(problem.results(torch.float32, by), problem.results(torch.float32), 2e-5)
+    assert not wrong(problem.results(torch.float32, by), problem.results(torch.float32), 5e-5)
 
 
 @pytest.mark.interpreted
@@ -81,7 +81,7 @@ def test_in_place(where, kind, on_gpu):
     problem = Problem(where, kind, 5, True)
     problem.model.eval()
     found = problem.inference(torch.float32, "patch", inplace_safe=True)
-    assert not wrong(found, problem.inference(torch.float32, inplace_safe=True), 2e-5)
+    assert not wrong(found, problem.inference(torch.float32, inplace_safe=True), 5e-5)
 
 
 @pytest.mark.gpu
