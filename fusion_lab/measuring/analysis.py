@@ -1,5 +1,6 @@
 """What a profiled run found, by sub-layer: fusion_analysis.json, and three sentences on what matters."""
 import os
+from collections import Counter
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def analysis_of(trainer, found, times, peak, profiling):
         time_kind="GPU time of kernels and copies" if trace.on_gpu else clock,
         unit="kernel" if trace.on_gpu else "operation", step=step,
         sublayers=entries, launches_per_step=found.launches,
-        kernel_counts=kernel_counts(trainer, found),
+        kernel_counts=kernel_counts(trainer, found, entries),
         coverage=dict(sublayers=inside, rest=1 - inside - outside, unattributed=outside),
         kernels=trace.kernel_table(),
         saved_activation_mb={name: size / MEGABYTE for name, size in found.saved.items()},
@@ -54,14 +55,15 @@ def analysis_of(trainer, found, times, peak, profiling):
     return dict(result, findings=findings(result))
 
 
-def kernel_counts(trainer, found):
-    """Counts as people look for them: what a step was seen to launch, and the model's nominal counts."""
+def kernel_counts(trainer, found, entries):
+    """Counts as people look for them: what a step was seen to launch, by sub-layer as its entries have it,
+    and the model's nominal counts."""
     nominal = {name: count for name, count in (trainer.model.statistics() or {}).items() if "kernel" in name}
-    by_sublayer = {}
-    for (name, _), count in (found.launches_by_range or {}).items():
-        by_sublayer[name] = by_sublayer.get(name, 0) + count
+    by_sublayer = Counter()
+    for e in entries:
+        by_sublayer[e["name"]] += e["launches"] or 0
     return dict(kernels_per_step=found.launches, kernels_are=launch_kind(trainer.device),
-                kernels_per_step_by_sublayer=by_sublayer or None, nominal=nominal or None)
+                kernels_per_step_by_sublayer=dict(+by_sublayer) or None, nominal=nominal or None)
 
 
 def of_a_step(times, trace):

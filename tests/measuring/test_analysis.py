@@ -96,6 +96,7 @@ def test_a_gpu_is_timed_by_its_kernels(tmp_path):
         ("rest", "launch not recorded"): 4.0, ("rest", "backward"): 0.0}
     assert table["up", "forward"]["share"] == pytest.approx(30 / 104)
     assert [table["up", d]["launches"] for d in ("forward", "backward")] == [1, 1]
+    assert found["kernel_counts"]["kernels_per_step_by_sublayer"] == dict(up=2, rest=1)
     assert found["unit"] == "kernel" and found["coverage"] == pytest.approx(
         dict(sublayers=90 / 104, rest=10 / 104, unattributed=4 / 104))
     assert [(e["name"], e["kind"], e["calls"], e["launches"], e["self_us"]) for e in found["kernels"]] == [

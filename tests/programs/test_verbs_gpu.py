@@ -131,7 +131,7 @@ def sessions():
              files=tuple(f"fold/query.{end}" for end in ("pdb", "html", "png", "json")),
              expected=("For alignments such as this it was not measured: it may be far too high",)),
         Verb("retune", (f"tiny_openfold_v2.py --retune --enable-triton-relu {BF16} {SMALL}",),
-             ("pytorch_profiles_v2/tiles_v2.json", "cache/fusion_lab/*.json"),
+             ("pytorch_profiles_v2/tiles_v2.json", "cache/evoformer_kernels/*.json"),
              environment=(("XDG_CACHE_HOME", "{here}/cache"),),
              holds=lambda result, _: () if result["tiles"] else ["no tiles"])]
 

@@ -86,7 +86,7 @@ def test_heads_lie_behind_positions():
 def test_second_derivatives_are_refused(case):
     ours, _, [packed] = problem(torch.float32, *CASES[case])
     gradient, = torch.autograd.grad(ours(packed.requires_grad_()).square().sum(), packed, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="once_differentiable|swiglu has no second derivative"):
         gradient.sum().backward()
 
 
