@@ -94,7 +94,7 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     @once("swiglu")
     def backward(ctx, gradient):
-        return GATED_BACKWARD(gradient, *ctx.saved_tensors)
+        return GATED_BACKWARD(gradient, *ctx.saved_tensors),
 
 
 def swiglu(packed):
