@@ -118,10 +118,11 @@ def run_points(program, study, directory, lines, timeout, stop):
     todo, count = unfinished(study, lines), len(study.points())
     for done, (run, shape) in enumerate(todo, 1):
         started = time.monotonic()
-        place = os.path.join(directory, "running")  # not in /tmp, which may be small
-        shutil.rmtree(place, ignore_errors=True)  # what a killed study left
+        # Not in /tmp, which may be small; a name of its own, because a comparison may outlive a killed study.
+        place = os.path.join(directory, f"running-{os.getpid()}")
         result, reason = compare_apart(program, study.flags(shape), place, stop, timeout, patience=10)
-        shutil.rmtree(place, ignore_errors=True)
+        for left_behind in pathlib.Path(directory).glob("running-*"):
+            shutil.rmtree(left_behind, ignore_errors=True)
         if stop.signal:
             return
         line = dict(shape, run=run, ok=reason is None, reason=reason, seconds=time.monotonic() - started,
