@@ -1,4 +1,4 @@
-"""Tables of measurements in documents: every figure stands in a raw file that its section names."""
+"""Measurements in documents: every figure stands in a raw file that its section names."""
 import json
 import re
 from itertools import chain
@@ -11,11 +11,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 if not RESULTS.exists():
     pytest.skip("raw results were deleted", allow_module_level=True)
 PAGES = ("benchmarks/FINDINGS.md", "benchmarks/RECORDS.md", "docs/companions.md", "docs/folding.md",
-         "tiny_openfold/models/README.md")
-TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
-SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^#+ |\Z)", TEXT, re.MULTILINE | re.DOTALL))
+         "docs/kernels.md", "evoformer_kernels/README.md", "tiny_openfold/models/README.md")
+SECTIONS = {f"{page}, {title}": text for page in PAGES for title, text in re.findall(
+    r"^## (.*?)\n(.*?)(?=^#+ |\Z)", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)}
 NUMBER = re.compile(r"(?<![\w.,-])[\d,]*\d*\.?\d+(?![\w.]*\d)")
-ELSEWHERE = "e77e90b"  # a row of this source is not traced
+MEASURED = re.compile(rf"{NUMBER.pattern}(?:,? (?:to|and|instead of) {NUMBER.pattern})*(?= (?:ms|MB)\b)")
+NO_FIGURE = re.compile(r"`[^`]*`|\b[BSN] ?\d+|(?<![\d.])\d+(?:, \d+)+(?![\d.])")  # files, sizes, widths
+ELSEWHERE = "e77e90b"  # an older commit
 UNITS = (1, 1e3, 2 ** -20)  # s to ms, bytes to MB
 
 
@@ -37,13 +39,16 @@ def raw(section):
 
 
 def figures(section):
-    """Figures of three digits or more in the traced rows of a section's tables, as texts; a row's first cell
-    is its name."""
-    for row in re.findall(r"^\|[^|]*\|(.*)\|$", section, re.MULTILINE):
-        if ELSEWHERE not in row:
-            cells = re.sub(r"`[^`]*`|\b[BSN] ?\d+", "", row)
-            digits = {text: re.sub(r"\D", "", text).lstrip("0") for text in NUMBER.findall(cells)}
-            yield from (text for text in digits if len(digits[text]) > 2)
+    """Figures of three digits or more, as texts: of a section's tables, where a row's first cell is its name,
+    and of ms and MB in its sentences. Rows and sentences of ELSEWHERE are not traced."""
+    section = re.sub(r"```.*?```", "", section, flags=re.DOTALL)
+    rows = re.findall(r"^\|[^|]*\|(.*)\|$", section, re.MULTILINE)
+    prose = re.sub(r"^\|.*$", "", section, flags=re.MULTILINE).replace("\n", " ")
+    for text in (*[NO_FIGURE.sub("", row) for row in rows if ELSEWHERE not in row],
+                 *[" ".join(MEASURED.findall(words)) for words in re.split(r"(?<=[.:!?]) ", prose)
+                   if ELSEWHERE not in words]):
+        digits = {number: re.sub(r"\D", "", number).lstrip("0") for number in NUMBER.findall(text)}
+        yield from (number for number in digits if len(digits[number]) > 2)
 
 
 @pytest.mark.parametrize("title", [title for title, text in SECTIONS.items() if any(figures(text))])
