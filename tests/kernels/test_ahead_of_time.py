@@ -19,6 +19,7 @@ with warnings.catch_warnings():  # Triton 3.9 announces 3.10's default for contr
     warnings.simplefilter("ignore")
     from evoformer_kernels import ahead_of_time, projections, tuner
     from tests.kernels.launches import LAUNCHES, has_products, spills_too_often
+    from tests.support import ROOT
 
 SHARED = dict(sm_80=166912, sm_90=232448, gfx90a=65536, gfx942=65536, gfx950=65536)  # bytes a program may use
 
@@ -146,3 +147,8 @@ def test_what_a_loop_overwrites_too_early_is_seen(stages):
 @pytest.mark.parametrize("target", SHARED)
 def test_compiles_for(target):
     assert check_resources(target, LAUNCHES) == set(tuner.read(tuner.SHIPPED).get(target, {}))
+
+
+def test_the_list_of_gpus_names_those_that_are_compiled_for():
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\b(?:sm_|gfx)\w+", page)) == set(SHARED)

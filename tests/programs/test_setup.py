@@ -104,7 +104,7 @@ def anchors(page):
 
 @pytest.mark.parametrize(
     "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md",
-             *sorted((ROOT / "tiny_openfold").rglob("*.md")),
+             *sorted((ROOT / "tiny_openfold").rglob("*.md")), ROOT / "evoformer_kernels" / "README.md",
              *sorted((ROOT / "benchmarks").rglob("*.md"))],
     ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
