@@ -18,6 +18,7 @@ replay; a backward that recomputes replays those of its forward.
 """
 import contextlib
 import gc
+import inspect
 import warnings
 import weakref
 from collections import OrderedDict
@@ -48,6 +49,11 @@ def room_for(t):
         t.shape, dtype=t.dtype, device=t.device)
 
 
+def capturable(tensors):
+    """Whether a call of these can be captured here and now."""
+    return tensors and all(t.is_cuda for t in tensors) and not torch.cuda.is_current_stream_capturing()
+
+
 def in_backward():
     """Whether a backward pass is under way, in which a checkpoint runs its forward again."""
     return torch._C._current_graph_task_id() != -1
@@ -57,7 +63,7 @@ def checkpoint_frame():
     """What a checkpoint remembers of the region that runs, or runs again, if its hooks take what is saved for
     backward: the object that both of its runs share. Else None."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    for cell in (hooks and hooks[0].__closure__) or ():
+    for cell in (hooks and inspect.unwrap(hooks[0]).__closure__) or ():  # torch 2.12 wraps it
         held = cell.cell_contents
         held = held() if isinstance(held, weakref.ref) else held
         if type(held).__name__ == "_CheckpointFrame":
@@ -369,7 +375,7 @@ class GraphedBlock:
 
     def graphs_for(self, flat, spec, places, tensors):
         """(BlockGraphs, weights) for a call, None for both where it runs as before. Raises Uncapturable."""
-        if not tensors or not all(t.is_cuda for t in tensors) or torch.cuda.is_current_stream_capturing():
+        if not capturable(tensors):
             return None, None
         self.look()
         weights = [parameters[n] for parameters, n in self.weights]
@@ -379,7 +385,7 @@ class GraphedBlock:
         if not all(isinstance(x, CONSTANTS) for x in others):
             raise Uncapturable("an argument that is neither a tensor nor a number")
         kind = kind_of(tensors, weights, self.block.training)
-        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         signature = (spec, tuple(places), kind, autocast, torch.is_inference_mode_enabled(),
                      *map(form_of, tensors), *others, *map(type, others),
                      *(module.training for module in self.modules), *(w.requires_grad for w in weights))
@@ -433,7 +439,7 @@ class GraphedBlock:
             for n, t in zip(places, given, strict=True):
                 values[n] = t
             arguments, named = pytree.tree_unflatten(values, spec)
-            cast = torch.autocast("cuda", dtype=autocast[1], enabled=autocast[0], cache_enabled=False)
+            cast = torch.autocast("cuda", dtype=autocast, enabled=autocast is not None, cache_enabled=False)
             with self.holding(aliases, weights), cast:
                 outs = type(self.block).forward(self.block, *arguments, **named)
             outs, out_spec = pytree.tree_flatten(outs)
