@@ -46,7 +46,7 @@ class Graph:
         self.mode.__exit__(None, None, None)
         if self.mode.failed:
             raise RuntimeError("the capture failed")
-        self.before = [{memory(t) for t in tensors_of((args, named))} for _, args, named, _ in self.mode.calls]
+        self.before = [{*map(memory, tensors_of((args, named)))} for _, args, named, _ in self.mode.calls]
         self.forget()
 
     @torch.no_grad()

@@ -1,5 +1,5 @@
-"""patch(model, graphs=True): real blocks in CUDA graphs give what they give without. On a CPU graphs are emulated,
-and hold the blocks' own code."""
+"""patch(model, graphs=True): real blocks in CUDA graphs give what they give without. On a CPU graphs are
+emulated, and hold the blocks' own code."""
 import copy
 import warnings
 
