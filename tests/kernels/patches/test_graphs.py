@@ -1,5 +1,5 @@
-"""patch(model, graphs=True): real blocks in CUDA graphs give what they give without, on a GPU; on a CPU they
-run as they were."""
+"""patch(model, graphs=True): real blocks in CUDA graphs give what they give without. On a CPU graphs are
+emulated, and hold the blocks' own code."""
 import copy
 import warnings
 
@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from evoformer_kernels import patch
 from evoformer_kernels.patches import triangle
 from tests.kernels.clients.blocks import Problem, errors
+from tests.kernels.patches import emulated
 from tests.kernels.rule import equal
 
 BLOCKS = [("boltz-2.2.1", "pair"), ("openfold3-0.5.0", "pair"), ("protenix-2.0.0", "MSA")]
@@ -25,8 +26,8 @@ MODES = {"kept": lambda call, *x: call(*x),
 class Called:
     """A block of a project with its inputs, called again and again, as a step of training."""
 
-    def __init__(self, where, kind, dropout=0.0, S=64, device="cuda"):
-        self.problem = Problem(where, kind, S, True, device)
+    def __init__(self, where, kind, device, dropout=0.0):
+        self.problem = Problem(where, kind, 64 if device == "cuda" else 9, True, device)
         self.model = self.problem.model
         for module in self.model.modules():
             for name in ("dropout", "p", "p_drop"):
@@ -52,7 +53,7 @@ class Called:
         for tensor in self.tensors:
             tensor.grad = None
         outs = self.outputs(model, mode)
-        sum((scale * x.float() * self.there(x)).square().sum() for x in outs).backward()
+        sum((scale * x.float() * self.there(x)).square().mean() for x in outs).backward()
         found = {f"output {n}": x.detach() * self.there(x) for n, x in enumerate(outs)}
         found |= {name: tensor.grad for name, tensor in zip(self.names, self.tensors, strict=True)}
         return found | {name: None if p.grad is None else p.grad.clone()
@@ -63,26 +64,34 @@ class Called:
         return self.problem.there[key][..., None]
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    if request.param == "cpu":
+        emulated.emulate(monkeypatch)
+    return request.param
+
+
 @pytest.fixture
 def as_in_graphs(monkeypatch):
     """Layers without a graph run the kernels that they run within one."""
     monkeypatch.setattr(triangle, "in_graph", True)
 
 
-def far(found, truth, allowed):
+def far(found, truth):
+    """Rounded to 16 bits on a GPU."""
+    allowed = 2e-2 if next(iter(truth.values())).is_cuda else 1e-4
     return {name: error for name, error in errors(found, truth).items() if not error <= allowed}
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("where, kind", BLOCKS)
-def test_steps_as_without_graphs(where, kind, dropout, mode, as_in_graphs):
+def test_steps_as_without_graphs(where, kind, dropout, mode, device, as_in_graphs):
     """The same random numbers, too; weights that an optimizer changes in place; gradients that add up."""
-    called = Called(where, kind, dropout)
+    called = Called(where, kind, device, dropout)
     models = [copy.deepcopy(called.model) for _ in range(2)]
     patches = [patch(model, graphs=graphs) for model, graphs in zip(models, (False, True), strict=True)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
     for number in range(4):
         found = []
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -91,31 +100,29 @@ def test_steps_as_without_graphs(where, kind, dropout, mode, as_in_graphs):
             if number == 2:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert not far(found[1], found[0], 2e-2), number
+        assert not far(found[1], found[0]), number
     assert patches[1].report()["model"] == f"graph, {mode.partition(',')[0]}"
 
 
-@pytest.mark.gpu
-def test_two_calls_before_their_backward_keep_apart(as_in_graphs):
+def test_two_calls_before_their_backward_keep_apart(device, as_in_graphs):
     """As weights that are shared, or recycling with gradients."""
-    called = Called(*BLOCKS[0])
+    called = Called(*BLOCKS[0], device)
     patched = patch(called.model, graphs=True)
     for _ in range(3):
         expected = called.step(called.model)
     first, second = called.outputs(called.model), called.outputs(called.model)
-    losses = [sum((x.float() * called.there(x)).square().sum() for x in outs) for outs in (first, second)]
+    losses = [sum((x.float() * called.there(x)).square().mean() for x in outs) for outs in (first, second)]
     grads = torch.autograd.grad(losses[0] + losses[1], called.tensors)
     for name, gradient in zip(called.names, grads, strict=True):
-        assert errors({name: gradient / 2}, {name: expected[name]})[name] < 2e-2
+        assert not far({name: gradient / 2}, {name: expected[name]})
     patched.undo()
     assert "forward" not in vars(called.model)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["kept", "recomputed"])
-def test_a_second_backward_of_one_forward_is_refused(mode):
+def test_a_second_backward_of_one_forward_is_refused(mode, device):
     """Its activations are gone."""
-    called = Called(*BLOCKS[0])
+    called = Called(*BLOCKS[0], device)
     patch(called.model, graphs=True)
     for _ in range(2):
         called.step(called.model, mode)
@@ -125,10 +132,9 @@ def test_a_second_backward_of_one_forward_is_refused(mode):
         loss.backward()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-def test_inference_is_a_graph_of_its_own(without, as_in_graphs):
-    called = Called(*BLOCKS[1])
+def test_inference_is_a_graph_of_its_own(without, device, as_in_graphs):
+    called = Called(*BLOCKS[1], device)
     called.model.eval()
     with without():
         own = called.outputs(called.model)
@@ -136,16 +142,15 @@ def test_inference_is_a_graph_of_its_own(without, as_in_graphs):
         for _ in range(3):
             found = called.outputs(called.model)
     assert patched.report()["model"] == "graph, forward only"
-    assert all(errors({"x": f * called.there(f)}, {"x": o * called.there(o)})["x"] < 2e-2
-               for f, o in zip(found, own, strict=True))
+    for f, o in zip(found, own, strict=True):
+        assert not far({"x": f * called.there(f)}, {"x": o * called.there(o)})
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("spoiled, why", [
     (lambda model: model.register_forward_hook(lambda *_: None), "a hook"),
     (lambda model: setattr(model.tri_mul_in, "forward", Asking(model.tri_mul_in)), "cannot be captured")])
-def test_what_cannot_be_captured_runs_as_before_and_is_said_once(spoiled, why):
-    called = Called(*BLOCKS[0], dropout=0.25)
+def test_what_cannot_be_captured_runs_as_before_and_is_said_once(spoiled, why, device):
+    called = Called(*BLOCKS[0], device, dropout=0.25)
     patched = patch(called.model, graphs=True)
     spoiled(called.model)
     with warnings.catch_warnings(record=True) as said:
@@ -153,7 +158,7 @@ def test_what_cannot_be_captured_runs_as_before_and_is_said_once(spoiled, why):
         for _ in range(4):
             called.step(called.model)  # random numbers go on, too
     assert sum(why in str(each.message) for each in said) == 1 and why in patched.report()["model"]
-    other = Called(*BLOCKS[2])
+    other = Called(*BLOCKS[2], device)
     patched = patch(other.model, graphs=True)
     for _ in range(3):
         other.step(other.model)
@@ -170,9 +175,8 @@ class Asking:
         return self.own(x, *rest, **named) if x.sum().item() < 1e30 else x
 
 
-@pytest.mark.gpu
-def test_weights_that_move_are_captured_anew_and_no_more_than_thrice():
-    called = Called(*BLOCKS[0])
+def test_weights_that_move_are_captured_anew_and_no_more_than_thrice(device):
+    called = Called(*BLOCKS[0], device)
     patched = patch(called.model, graphs=True)
     for moves in range(6):
         for parameter in called.model.parameters():
@@ -187,7 +191,7 @@ def test_weights_that_move_are_captured_anew_and_no_more_than_thrice():
 
 
 def test_on_a_cpu_blocks_run_as_they_were():
-    called = Called("boltz-2.2.1", "pair", S=5, device="cpu")
+    called = Called("boltz-2.2.1", "pair", "cpu")
     expected = called.step(called.model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
