@@ -149,7 +149,8 @@ def patches():
         body += panel(60 + (PANEL + 36) * number, title, times)
     body.append(text(60 + 2 * PANEL + 54, 174 + HIGH, "S, residues", "s", "middle"))
     return page(960, 190 + HIGH, "A block in training, four projects, before and after patch(model)",
-                ["forward and backward of one block, called from Python; bfloat16, c_z 128; medians", where], body)
+                ["forward and backward of one block, called from Python; bfloat16, c_z 128; medians",
+                 where], body)
 
 
 # --- Two sessions on one time line ----------------------------------------------------------------------
