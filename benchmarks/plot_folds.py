@@ -26,8 +26,7 @@ def draw(output, protein, folds):
     """protein: a Protein with its structure; folds: [(result of --fold, backbone (L, 4, 3))]."""
     require_matplotlib()
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(1.95 * (len(folds) + 1), 2.85), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.1)  # inches
+    figure = Figure(figsize=(1.95 * (len(folds) + 1), 3.0), layout="constrained")
     first, *others = figure.subplots(1, len(folds) + 1)
     places = fold_pictures.turned(protein.backbone[:, CA])
     fold_pictures.draw_fold(first, f"{maps.printable(protein.name)}\nexperiment", protein.sequence,

@@ -172,13 +172,22 @@ def step_band(y, name, analysis, step, longest, most):
     """One step: a mark for each launch, and a bar for the new tensors; longest µs, most bytes."""
     unit = "kernels" if step.on_gpu else "operations"
     yield text(20, y, printable(name), "t")
-    yield text(20, y + 18, f"{len(step.marks)} {unit} in {step.length / 1e3:.1f} ms", "s")
+    yield text(20, y + 18, f"{len(step.marks)} {unit} in {step.length / 1e3:,.1f} ms", "s")
     yield line([(20, y + 58), (20 + AXIS * step.length / longest, y + 58)], "axis")
     for start, length, phase in step.marks:
         yield bar(20 + AXIS * start / longest, y + 28, max(AXIS * length / longest - GAP, GAP), 30,
                   PHASES.get(phase, PLAIN))
     yield bar(AXIS + 60, y + 28, 180 * step.new_bytes / most, 30, PLAIN)
     yield text(AXIS + 60, y + 18, f"{step.new_bytes / 2 ** 20:.0f} MB", "s")
+
+
+def on_a_gpu():
+    """How many kernels a larger step launches, in a sentence."""
+    raw, where = read(LADDER)
+    counts = {row["name"]: row["launches"] for row in raw["rows"]}
+    before, after = (counts[f"{SHAPE} | {name}"] for name in ("baseline fp32", "ultra"))
+    return (f"A step of {SHAPE} on a GPU launches {before:,} kernels unfused and {after:,} with "
+            f"--enable-ultra ({where}).")
 
 
 def timeline(before, after):
@@ -190,12 +199,14 @@ def timeline(before, after):
     for number, (directory, (analysis, step)) in enumerate(found.items()):
         body += step_band(132 + BAND * number, pathlib.Path(directory).resolve().name, analysis, step,
                           longest, most)
+    if not steps[1].on_gpu:
+        body.append(text(20, 140 + 2 * BAND, on_a_gpu(), "s"))
     analysis = found[after][0]
     system, training = analysis["system_info"], analysis["training_params"]
     where = (f"GPU, kernels: {system['gpu_name']}" if steps[1].on_gpu else
              f"CPU, operations: {system['host_cpu']}")
     sizes = {"batch_size": training["batch_size"], **analysis["config"]}
-    return page(960, 130 + 2 * BAND, "The same training step before and after fusion", [
+    return page(960, 160 + 2 * BAND, "The same training step before and after fusion", [
         f"{where}, torch {system['torch_version']}, {analysis['timestamp'][:10]}; traced, which adds time",
         ", ".join([training["amp_dtype"] or "float32",
                    *(f"{key} {value}" for key, value in sizes.items() if type(value) is int)])], body)

@@ -27,16 +27,16 @@ class Step:
 def works(name):
     """Whether an operation of a trace does work itself, as OpCounter sees it; False of views and allocations,
     None where what it calls does the work (linear: addmm) and where it is no operation of PyTorch."""
+    if "cpp_fused" in name:  # torch.compile's, recorded with TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1
+        return True
     space, _, plain = name.partition("::")
     packet = getattr(getattr(torch.ops, space, None), plain, None) if plain else None
     overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
-    kinds = [op for op in overloads if torch._C._dispatch_has_kernel(op.name())]
-    if "cpp_fused" in name:  # of torch.compile
-        return True
-    if not kinds or any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-                        for op in kinds):
+    found = [op for op in overloads if torch._C._dispatch_has_kernel(op.name())]  # not those of TorchScript
+    composite = "CompositeImplicitAutograd"
+    if not found or any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite) for op in found):
         return None
-    return plain not in OpCounter.ALLOCATIONS and not any(map(is_view, kinds))
+    return plain not in OpCounter.ALLOCATIONS and not any(map(is_view, found))
 
 
 def operations(events):
@@ -54,18 +54,19 @@ def fastest_step(path):
     """The Step of a Chrome trace, which --enable-pytorch-profiler wrote, that took the least time.
     Raises UserError."""
     trace = TraceAnalysis(read_trace(path), ())
-    begins, steps = trace.begins or [0.0], [([], []) for _ in trace.begins or [0.0]]
+    steps = [([], []) for _ in range(len(trace.begins) + 1)]  # the first one is what comes before them
+
+    def step_at(time):
+        return steps[bisect.bisect_right(trace.begins, time)]
+
     made = trace.work if trace.on_gpu else operations(event for event, _ in trace.pieces)
     for event in sorted(made, key=lambda event: event["ts"]):
         source = trace.launch_of(event) or event  # on the CPU, where phases are
-        if source["ts"] >= begins[0]:
-            steps[bisect.bisect_right(begins, source["ts"]) - 1][0].append(
-                (event["ts"], event["dur"], trace.phase_at.find(0, source["ts"])))
+        step_at(source["ts"])[0].append((event["ts"], event["dur"], trace.phase_at.find(0, source["ts"])))
     for event in trace.memory:
-        if event["ts"] >= begins[0]:
-            steps[bisect.bisect_right(begins, event["ts"]) - 1][1].append(max(0, event["args"]["Bytes"]))
+        step_at(event["ts"])[1].append(max(0, event["args"]["Bytes"]))
     found = [Step(trace.on_gpu, [(start - marks[0][0], *rest) for start, *rest in marks], sum(sizes))
-             for marks, sizes in steps if marks]
+             for marks, sizes in steps[1:] if marks]
     if not found:
         raise UserError(f"{path}: a trace without a training step")
     return min(found, key=lambda step: step.length)

@@ -1,16 +1,17 @@
-"""Pictures by benchmarks/plot_results.py: plots and tables as the raw files digit by digit, marks where
-traces have them."""
+"""Pictures of benchmarks/: plots and tables as the raw files digit by digit, marks where traces have them."""
 import json
 import re
 import xml.etree.ElementTree as tree
 
 import pytest
 
-from benchmarks import plot_results
+from benchmarks import plot_folds, plot_results
 from fusion_lab.training.files import UserError
 from tests.measuring.test_trace import Events
+from tests.proteins.folds_at_hand import SEQUENCE, a_fold
 from tests.support import ROOT, run_program
 from tests.tiny import flags_of
+from tiny_openfold.proteins import maps, structure_files
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -106,6 +107,7 @@ def test_marks_stand_where_the_traces_have_them(tmp_path):
     assert kernels == expected((0, 40, "fused"), (60, 40, "ours"), (100, 200, "plain"))
     assert operations == expected((0, 70, "fused"), (90, 60, "ours"))
     assert less[1] == pytest.approx(written[1] / 2)
+    assert "1,917 kernels unfused and 363 with" in texts[-1]  # which the ladder's file says of an H100
     assert {"old", "new", "3 kernels in 0.3 ms", "2 operations in 0.1 ms", "32 MB", "16 MB",
             "float32, batch_size 2, seq_len 8"} <= set(texts)
 
@@ -129,3 +131,25 @@ def test_the_time_line_of_a_real_session(tmp_path):
     launches = [json.loads((tmp_path / name / "fusion_analysis.json").read_text())["launches_per_step"]
                 for name in ("before", "after")]
     assert counts == pytest.approx(launches, rel=0.06) and counts[1] < 0.9 * counts[0]
+
+
+# --- Folds ----------------------------------------------------------------------------------------------
+
+
+def test_folds_stand_beside_the_experiment(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("gemmi")
+    atoms, figures = a_fold().numpy(), []
+    (tmp_path / "x.a3m").write_text(f">x\n{SEQUENCE}\n")
+    for name, plddt in (("true", 0.0), ("fold", 60.0)):
+        structure_files.write_pdb(tmp_path / f"{name}.pdb", "x", SEQUENCE, atoms, [plddt] * len(atoms))
+    (tmp_path / "fold.json").write_text(json.dumps(dict(
+        rows=1303, scores=dict(tm_score=0.834), plddt_by_residue=[60.0] * len(atoms))))
+    monkeypatch.setattr(maps, "save", lambda figure, path: figures.append(figure))
+    assert plot_folds.run([str(tmp_path / each) for each in ("x.a3m", "true.pdb", "fold.json")]
+                          + ["--output", "x.png"]) == 0
+    true, fold = figures[0].axes
+    assert [true.get_title(), fold.get_title()] == ["x\nexperiment", "from 1,303 rows\nTM-score 0.83"]
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["pLDDT 50 to 70: low"]
+    ends = [axis.collections[-1].get_segments()[0] for axis in (true, fold)]
+    assert ends[0] == pytest.approx(ends[1], abs=1e-2)
