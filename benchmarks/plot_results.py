@@ -28,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 STYLE = """.page{fill:#fff}text{font:13px system-ui,"Segoe UI","DejaVu Sans",sans-serif;fill:#1a1a1a}
 .h{font-size:17px;font-weight:600}.t{font-weight:600}.s{font-size:12px;fill:#555}
 .plain{fill:#8a8a8a;stroke:#8a8a8a}.fused{fill:#56b4e9;stroke:#56b4e9}.ours{fill:#0072b2;stroke:#0072b2}
-.bar{stroke:none}polyline{stroke-width:2;fill:none!important}.axis{stroke:#ccc;stroke-width:1}
+.bar{stroke:none!important}polyline{stroke-width:2;fill:none!important}.axis{stroke:#ccc;stroke-width:1}
 @media(prefers-color-scheme:dark){.page{fill:#15181c}text{fill:#e8e8e8}.s{fill:#a9b0b8}.axis{stroke:#444}
 .ours{fill:#3d9be0;stroke:#3d9be0}.fused{fill:#a6dcff;stroke:#a6dcff}}"""
 PLAIN, FUSED, OURS = "plain", "fused", "ours"
