@@ -211,23 +211,51 @@ def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
     assert not re.search(r"https?://|src=|@import|url\(", text)
 
 
-def test_a_picture_has_the_map_and_the_fold_coloured_by_plddt(tmp_path):
+def test_a_fold_is_drawn_coloured_by_plddt(tmp_path):
+    """Near over far, through every residue, with outlines that overlap; a gap where residues are missing."""
     pytest.importorskip("matplotlib")
     from matplotlib.colors import to_hex
     from matplotlib.figure import Figure
     (m, atoms), axis = a_map(), Figure().subplots()
-    fold_pictures.draw_fold(axis, m.protein.sequence, atoms, np.repeat([95.0, 75, 55, 30], 6))
-    strokes = axis.collections[1::2]  # each upon its wider edge; five between two residues
+    places, plddt = fold_pictures.turned(atoms[:, 1].astype(float)), np.repeat([95.0, 75, 55, 30], 6)
+    fold_pictures.draw_fold(axis, "a fold", m.protein.sequence, atoms, places, fold_pictures.colours(plddt))
+    strokes = axis.collections[1::2]  # each upon its wider outline; five between two residues
     shades = [to_hex(stroke.get_color()[0]).upper() for stroke in strokes]
     expected = {"#0053D6": 28, "#65CBF3": 30, "#FFDB13": 30, "#FF7D45": 27}
     assert {shade: shades.count(shade) for shade in expected} == expected
-    places = fold_pictures.turned(atoms[:, 1].astype(float))
     curve = fold_pictures.smooth(places)
-    drawn = [int(np.abs(curve[:, :2] - stroke.get_segments()[0][0]).sum(1).argmin()) for stroke in strokes]
-    assert (np.diff(curve[drawn, 2] + curve[np.add(drawn, 1), 2]) >= -1e-9).all()  # near over far
-    ends = np.concatenate([stroke.get_segments()[0] for stroke in strokes])
-    assert np.abs(ends[:, None] - places[:, :2]).max(-1).min(0).max() < 1e-9  # through every residue
+
+    def drawn(collection):
+        """Where the curve a stroke begins, and how many points it has."""
+        points = collection.get_segments()[0]
+        return int(np.abs(curve[:, :2] - points[0]).sum(1).argmin()), len(points)
+    pieces = [drawn(outline) for outline in axis.collections[::2]]
+    depth = [curve[k + 1:k + 3, 2].mean() for k, points in pieces if points == 4]
+    assert sorted(k for k, _ in pieces) == [0, *range(len(curve) - 2)] and len(depth) == len(curve) - 3
+    assert (np.diff(depth) >= -1e-9).all()
+    assert [points for k, points in map(drawn, strokes) if 0 < k < len(curve) - 6] == [6] * (len(curve) - 7)
     assert {note.get_text(): note.xy[0] for note in axis.texts} == dict(N=places[0, 0], C=places[-1, 0])
+    broken, axis = np.where(np.isin(np.arange(24), [8, 9])[:, None], np.nan, places), Figure().subplots()
+    fold_pictures.draw_fold(axis, "a gap", m.protein.sequence, atoms, broken, ["#000000"] * 24)
+    assert len(axis.collections) == 2 * 5 * (7 + 13)
+
+
+def test_a_picture_has_the_map_the_fold_and_the_experiment(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    m, atoms = a_map()
+    turn, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))
+    known = atoms[:, :4] @ (turn * np.sign(np.linalg.det(turn))) + 7
+    known[:2] = np.nan
+    m.protein.backbone, figures = known, []
+    monkeypatch.setattr(maps, "save", lambda figure, path: figures.append(figure))
+    fold_pictures.write_picture(tmp_path / "x.png", m, atoms, np.repeat([95.0, 55.0], 12))
+    figure, = figures
+    assert [axis.get_title() for axis in figure.axes][1:] == ["predicted fold", "experiment; TM-score 1.00"]
+    ours, theirs = (axis.collections[-1].get_segments()[0] for axis in figure.axes[1:])
+    assert ours == pytest.approx(theirs, abs=1e-3)  # turned alike
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[-2:] == ["pLDDT above 90: very high", "pLDDT 50 to 70: low"]
+    monkeypatch.undo()
     fold_pictures.write_picture(tmp_path / "x.png", *a_map(1), np.array([50.0]))  # one residue has no curve
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 

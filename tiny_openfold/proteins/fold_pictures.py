@@ -19,6 +19,7 @@ from tiny_openfold.proteins import maps
 from tiny_openfold.proteins.geometry import CA
 from tiny_openfold.proteins.relatives import cautions, kinship
 from tiny_openfold.proteins.secondary import OTHER, secondary_structure
+from tiny_openfold.proteins.structure_metrics import compared, moved
 
 PAGE = Path(__file__).with_name("fold_page.html")
 BANDS = (  # least pLDDT, colour, words for a residue, what a mean says of a fold
@@ -99,44 +100,79 @@ def write_page(path, m, atoms, plddt, result):
 
 # --- Picture --------------------------------------------------------------------------------------------
 
+EXPERIMENT = "#B0B0B0"
+
 
 def write_picture(path, m, atoms, plddt, cautions=()):
-    """Map and fold side by side, as PNG; cautions stand below its title."""
+    """Map and fold side by side, as PNG, with the known structure as a third; cautions stand below its
+    title."""
     require_matplotlib()
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(2 * maps.PANEL + 1.0, maps.PANEL + 2.1), layout="constrained")
-    contacts, fold = figure.subplots(1, 2)
+    known = m.protein.backbone
+    scores = known is not None and compared(atoms[:, CA], known[:, CA])
+    panels = 3 if scores else 2
+    figure = Figure(figsize=(panels * maps.PANEL + 1.0, maps.PANEL + 2.1), layout="constrained")
+    contacts, *folds = figure.subplots(1, panels)
     handles = maps.draw_contacts(contacts, m)
     maps.dress(contacts, m, "contacts: marks predicted, squares true" if m.precision
                else "contacts: the more probable, the darker")
-    shades = draw_fold(fold, m.protein.sequence, atoms, plddt)
+    places = turned(atoms[:, CA].astype(float))
+    draw_fold(folds[0], "predicted fold", m.protein.sequence, atoms, places, colours(plddt))
+    if scores:
+        draw_fold(folds[1], f"experiment; TM-score {scores['tm_score']:.2f}", m.protein.sequence, known,
+                  fitted(known[:, CA], places), [EXPERIMENT] * len(known))
     title = f"{maps.printable(m.protein.name)}: predicted fold, mean pLDDT {plddt.mean():.0f}"
     maps.entitle(figure, title, cautions)
-    figure.legend(handles=handles + shades, loc="outside lower left", frameon=False, ncols=4, fontsize=9,
-                  columnspacing=1.4, handletextpad=0.5)
+    figure.legend(handles=handles + legend(plddt), loc="outside lower left", frameon=False, ncols=4,
+                  fontsize=9, columnspacing=1.4, handletextpad=0.5)
     maps.save(figure, path)
 
 
-def draw_fold(axis, sequence, atoms, plddt):
-    """The chain from the side where it is widest, what is near over what is far; returns what the legend
-    shows."""
-    from matplotlib.collections import LineCollection
+def fitted(points, places):
+    """points (L, 3) moved onto places (L, 3) with the least RMSD of what both have; NaN where missing."""
+    known, both = np.isfinite(points).all(axis=1), np.isfinite(points + places).all(axis=1)
+    away = moved(np.nan_to_num(points, nan=0.0), np.nan_to_num(places, nan=0.0), both[None])[0]
+    return np.where(known[:, None], away, np.nan)
+
+
+def colours(plddt):
+    """L colours, of BANDS."""
+    return [band(each)[1] for each in plddt]
+
+
+def legend(plddt):
+    """A patch, with its limits, for each of BANDS that occurs."""
     from matplotlib.patches import Patch
-    atoms = atoms.astype(float)
-    places, letters = turned(atoms[:, CA]), secondary_structure(sequence, atoms[:, :4])
-    curve = smooth(places) if len(places) > 1 else np.repeat(places, 2, axis=0)
-    strokes = np.stack([curve[:-1], curve[1:]], axis=1)  # (pieces, 2, 3)
-    residue = np.minimum((np.arange(len(strokes)) / PIECES + 0.5).astype(int), len(sequence) - 1)
-    order = strokes[:, :, 2].mean(axis=1).argsort()
-    width = np.array([1.8 if letters[k] == OTHER else 4.5 for k in residue])
-    shade = [band(plddt[k])[1] for k in residue]
-    for k in order:
-        for tint, more, cap in (("#333333", 1.4, "butt"), (shade[k], 0, "round")):
-            axis.add_collection(LineCollection([strokes[k, :, :2]], colors=[tint], capstyle=cap,
-                                               linewidths=[width[k] + more]))
-    for k, end in ((0, "N"), (-1, "C")):
+    shown, most = [], None
+    for least, tint, words, _ in BANDS:
+        limits = f"{least} to {most}" if most and least else f"below {most}" if most else f"above {least}"
+        most = least
+        if tint in colours(plddt):
+            shown.append(Patch(facecolor=tint, label=f"pLDDT {limits}: {words}"))
+    return shown
+
+
+def draw_fold(axis, title, sequence, atoms, places, shades):
+    """The chain, what is near over what is far; a gap where residues are missing. atoms (L, 4 or 5, 3):
+    N, CA, C, O, NaN where missing; places (L, 3): where its CA atoms are drawn; shades: L colours."""
+    from matplotlib.collections import LineCollection
+    letters = secondary_structure(sequence, atoms[:, :4].astype(float))
+    strokes = []  # (depth, residue, points of a piece with one neighbour on each side and with two): the
+    # outline reaches over one, so that it has no gaps, and the colour over two, so that it has no ends
+    for first, last in maps.runs(np.isfinite(places).all(axis=1)):
+        run = places[first:last + 1]
+        curve = smooth(run) if len(run) > 1 else np.repeat(run, 2, axis=0)
+        for k in range(len(curve) - 1):
+            strokes.append((curve[k:k + 2, 2].mean(), min(first + int(k / PIECES + 0.5), last),
+                            *(curve[max(k - more, 0):k + 2 + more, :2] for more in (1, 2))))
+    for _, k, *pieces in sorted(strokes, key=lambda stroke: stroke[0]):
+        width = 1.8 if letters[k] == OTHER else 4.5
+        for points, tint, more in zip(pieces, ("#333333", shades[k]), (1.4, 0), strict=True):
+            axis.add_collection(LineCollection([points], colors=[tint], capstyle="butt", joinstyle="round",
+                                               linewidths=[width + more]))
+    ends = np.flatnonzero(np.isfinite(places).all(axis=1))[[0, -1]]
+    for k, end in zip(ends, "NC", strict=True):
         axis.annotate(end, places[k, :2], textcoords="offset points", xytext=(4, 4), fontsize=10, zorder=5)
-    reach = np.abs(places).max() + 4
+    reach = np.nanmax(np.abs(places)) + 4
     axis.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xticks=[], yticks=[])
-    axis.set_title("fold, coloured by pLDDT", fontsize=11)
-    return [Patch(facecolor=tint, label=f"pLDDT {words}") for _, tint, words, _ in BANDS]
+    axis.set_title(title, fontsize=11)

@@ -18,15 +18,20 @@ def distances(points):
     return np.linalg.norm(points[:, None] - points, axis=-1)
 
 
-def superposed(model, true, chosen):
-    """How far each residue lies from its partner, (S, L), when the chosen ones, (S, L) bool, are superposed
-    with the least RMSD (Kabsch 1976, doi:10.1107/S0567739476001873), without mirroring."""
+def moved(model, true, chosen):
+    """Models (S, L, 3) on the true points: the chosen ones, (S, L) bool, are superposed with the least RMSD
+    (Kabsch 1976, doi:10.1107/S0567739476001873), without mirroring."""
     share = chosen / chosen.sum(1, keepdims=True)
-    middle, goal = share @ model, share @ true  # (S, 3)
-    a, b = model - middle[:, None], true - goal[:, None]
-    u, _, v = np.linalg.svd(np.einsum("sl,sli,slj->sij", share, a, b))
+    middle, goal = (share @ model)[:, None], (share @ true)[:, None]  # (S, 1, 3)
+    a = model - middle
+    u, _, v = np.linalg.svd(np.einsum("sl,sli,slj->sij", share, a, true - goal))
     u[:, :, 2] *= np.sign(np.linalg.det(u @ v))[:, None]
-    return np.linalg.norm(a @ (u @ v) - b, axis=-1)
+    return a @ (u @ v) + goal
+
+
+def superposed(model, true, chosen):
+    """How far each residue lies from its partner, (S, L), when the chosen ones are superposed."""
+    return np.linalg.norm(moved(model, true, chosen) - true, axis=-1)
 
 
 def fragments(size):
