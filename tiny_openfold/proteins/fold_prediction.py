@@ -91,6 +91,7 @@ def print_scores(scores, found):
         return
     print(f"Against chain {found.protein.chain or '(no name)'}, {scores['residues_compared']} residues: "
           + ", ".join(f"{title} {scores[key]:.2f}" for key, title in SHOWN.items()) + " Å")
-    shape = "probably have the same fold" if scores["tm_score"] > SAME_FOLD else "differ in their overall shape"
+    alike = scores["tm_score"] > SAME_FOLD
+    shape = "probably have the same fold" if alike else "differ in their overall shape"
     print(f"In words: the predicted and the experimental backbone {shape} (TM-score 1 is perfect, above "
           f"{SAME_FOLD} two structures usually have the same fold)")
