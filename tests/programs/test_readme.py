@@ -40,5 +40,6 @@ def test_its_claims_are_those_of_the_raw_files():
                   f"{gains[1]} times as fast as the fusions",
                   f"{baseline['launches']:,} kernel launches become {ultra['launches']}",
                   f"in {patched:.1f} instead of {own:.1f} ms",
-                  "takes {} ms in float32, {} in TF32 and {} in bfloat16".format(*plain)):
+                  "takes {} ms in float32, {} in TF32 and {} in bfloat16".format(*plain),
+                  f"TM-score is {raw('example_1a3a_cpu_2026-11-28.json')['fold']['scores']['tm_score']:.2f}"):
         assert claim in re.sub(r"\s+", " ", README), claim
