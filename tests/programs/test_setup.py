@@ -77,7 +77,8 @@ def test_a_python_without_torch_is_told_what_to_install(program):
 
 # README and docs
 
-PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "WORKSHOP")),
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "WORKSHOP", "examples/README",
+                                            "puzzles/README")),
          *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.py", "optimize_batch_size.py",
             *(path.name for path in sorted(ROOT.glob("*.sh"))),
@@ -114,8 +115,7 @@ def anchors(page):
 
 @pytest.mark.parametrize(
     "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md",
-             *sorted((ROOT / "tiny_openfold").rglob("*.md")), ROOT / "examples" / "README.md",
-             ROOT / "puzzles" / "README.md",
+             *sorted((ROOT / "tiny_openfold").rglob("*.md")),
              *sorted((ROOT / "benchmarks").rglob("*.md"))],
     ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
