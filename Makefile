@@ -1,4 +1,5 @@
 # make train    a small model learns, in minutes      make train ARGS="--num-steps 200 --use-amp"
+# make fold     folds the alignment in examples/      make fold ARGS=query.a3m
 # make test     runs the tests                        make test ARGS="-m slow"  (the long ones)
 # make lint     ruff and, where installed, shellcheck
 # An activated environment that has torch is used as it is, and nothing is installed there. Otherwise pip
@@ -14,12 +15,16 @@ ifeq ($(HAS_TORCH),yes)
 else
   IN := .venv/bin/python
   RUN := .venv/complete-requirements
+  GEMMI := .venv/complete-gemmi
   RUFF := .venv/complete-ruff
   TRITON := .venv/complete-triton
 endif
 
 train: $(RUN)
 	@$(IN) tiny_openfold_v2.py --demo $(ARGS)
+
+fold: $(RUN) $(GEMMI)
+	@$(IN) tiny_openfold_v2.py --fold $(or $(ARGS),examples/1a3a.a3m --structure examples/1a3a.pdb)
 
 test: $(TRITON)  # with bytecode, which many containers forbid: every process would compile the project once more
 	@$(IN) -c "import pytest, xdist" || { echo "needed: $(IN) -m pip install -r requirements-dev.txt" >&2; exit 3; }
@@ -39,9 +44,9 @@ endef
 	.venv/bin/python -m pip install -r $<
 	@touch $@
 
-.venv/complete-ruff: requirements-dev.txt
+.venv/complete-gemmi .venv/complete-ruff: .venv/complete-%: requirements-dev.txt
 	$(VENV)
-	.venv/bin/python -m pip install "$$(grep -o '^ruff[^ ]*' $<)"
+	.venv/bin/python -m pip install "$$(grep -o '^$*[^ ]*' $<)"
 	@touch $@
 
 .venv/complete-triton: .venv/complete-requirements-dev  # a torch for GPUs brings one, under whatever name
@@ -52,4 +57,4 @@ endef
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache
 
-.PHONY: train test lint clean
+.PHONY: train fold test lint clean

@@ -218,14 +218,14 @@ def make_parser(program, about=None, prog=None):
     for config_class in config_classes(program):
         add_config_flags(parser, config_class, paired=config_class is program.fusion_config)
     kind = program.fusion_config
-    group = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
+    group = parser.add_argument_group("Presets; single flags override them, in any order")
     presets = group.add_mutually_exclusive_group()
     for name, switches, text in (
             ("--enable-all-fusion", kind.preset(True),
              "everything that makes steps faster, torch.compile included"),
             ("--disable-all-fusion", kind.preset(False), "the baseline, V1: no fusion at all"),
             ("--enable-ultra", kind.ultra(),
-             "all fusion and the kernels of this project that won on an NVIDIA H200, for a GPU with Triton")):
+             "all fusion and this project's Triton kernels, for a GPU")):
         presets.add_argument(name, dest="fusion_preset", action="store_const", const=switches,
                              help=f"{text} (default: off)")
     if program.demo:

@@ -197,7 +197,7 @@ class TrainingConfig(Checkpoints):
     num_steps: int = option(50, "training steps; all are measured", low=1)
     warmup_steps: int = option(5, "untimed steps before the clock starts; weights are restored after them",
                                low=0)
-    batch_size: int = option(4, "samples per step; of several GPUs each has so many", low=1)
+    batch_size: int = option(4, "samples per step, on each GPU", low=1)
     use_amp: bool = option(False, "mixed precision")
     use_tf32: bool = option(False, "TF32 matrix products for float32, on GPUs that have them")
     amp_dtype: str | None = option(

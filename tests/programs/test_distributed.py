@@ -1,6 +1,7 @@
 """Several processes train one model: what they reckon, how they end."""
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -69,6 +70,30 @@ def test_two_ranks_are_one_run_of_the_double_batch(flags, near, tmp_path, monkey
             (two["moments"][kind], one["moments"][kind]) for kind in ("exp_avg", "exp_avg_sq"))):
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=100 * near, atol=near, msg=name)
+
+
+@pytest.mark.slow
+def test_two_nodes_of_one_rank_are_one_node_of_two(tmp_path):
+    """Two torchruns that meet at an address, here on one host, as a script of several hosts starts them."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = f"localhost:{free.getsockname()[1]}"
+
+    def start(directory, *torchrun):
+        (tmp_path / directory).mkdir()
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *torchrun, ROOT / "tiny_openfold_v2.py", *FLAGS,
+             "--device", "cpu", "--batch-size", "2"],
+            cwd=tmp_path / directory, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", "test"]
+    nodes = [start(name, "--nnodes", "2", "--nproc-per-node", "1", *meet) for name in ("first", "second")]
+    one = start("one", "--standalone", "--nproc-per-node", "2")
+    said = [run.communicate(timeout=PATIENCE)[0] for run in (*nodes, one)]
+    assert [run.returncode for run in (*nodes, one)] == [0, 0, 0], said
+    files = [*tmp_path.glob("*/pytorch_profiles_v2/metrics.jsonl")]
+    assert len(files) == 2 and sum("Ranks: 2" in text for text in said) == 2  # the first rank alone writes
+    of_two, of_one = ([step["loss"] for step in read_metrics(file)[0]] for file in files)
+    assert len(of_two) == 6 and of_two == pytest.approx(of_one, rel=1e-5)
 
 
 @pytest.mark.slow

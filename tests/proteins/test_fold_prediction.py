@@ -60,6 +60,13 @@ def write_truth(path):
     return write_model(path, *lines)
 
 
+@pytest.mark.parametrize("tm_score, said", [(0.7, "probably have the same fold"), (0.4, "differ")])
+def test_a_score_is_said_in_words(tm_score, said, capsys):
+    scores = dict(tm_score=tm_score, lddt_ca=0.5, rmsd=3.0, residues_compared=24)
+    fold_prediction.print_scores(scores, a_map()[0])
+    assert said in capsys.readouterr().out.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_a_run_with_a_structure(setup, capsys):
     pytest.importorskip("gemmi")

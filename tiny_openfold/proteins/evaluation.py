@@ -71,8 +71,8 @@ def closing(trainer, source, evaluations):
         write_maps(trainer, source, {next(iter(held_out)): path})
         print(f"A contact map: {path}.png, the numbers {path}.tsv")
     mean = means(held_out)
-    print(f"In words: after step {trainer.step_number}, {100 * mean['p_l2']:.0f}% of the residue pairs that "
-          f"the model is surest of do touch, in {counted(len(held_out), 'protein')} it never saw; "
+    print(f"In words: after step {trainer.step_number}, {100 * mean['p_l2']:.0f}% of the model's top-ranked "
+          f"residue pairs touch, in {counted(len(held_out), 'protein')} it never saw; "
           f"by chance {100 * mean['chance']:.0f}% would.")
     if source.sequences:  # artificial proteins have no relatives
         kin = [family.name for family in source.unseen if family.name in held_out and relative(

@@ -13,6 +13,7 @@ from tiny_openfold.proteins.prediction import predict
 from tiny_openfold.proteins.relatives import cautions
 from tiny_openfold.proteins.structure_metrics import compared
 
+SAME_FOLD = 0.5  # TM-score (Xu and Zhang 2010, doi:10.1093/bioinformatics/btq066)
 SHOWN = dict(tm_score="TM-score", lddt_ca="lDDT-CA", rmsd="RMSD")
 
 
@@ -90,3 +91,7 @@ def print_scores(scores, found):
         return
     print(f"Against chain {found.protein.chain or '(no name)'}, {scores['residues_compared']} residues: "
           + ", ".join(f"{title} {scores[key]:.2f}" for key, title in SHOWN.items()) + " Å")
+    alike = scores["tm_score"] > SAME_FOLD
+    shape = "probably have the same fold" if alike else "differ in their overall shape"
+    print(f"In words: the predicted and the experimental backbone {shape} (TM-score 1 is perfect, above "
+          f"{SAME_FOLD} two structures usually have the same fold)")

@@ -15,15 +15,15 @@ OF_PREDICTIONS = ("structure", "query", "min_coordinates", "resume", "eval_seqs"
 
 @dataclass(frozen=True)
 class TrainingConfig(options.TrainingConfig):
-    """Real proteins and which are held out, built-in ones, pictures, predictions."""
+    """Real proteins and which are held out, artificial ones, pictures, predictions."""
     data: str | None = option(
-        None, "directory of real proteins: NAME.cif or NAME.pdb beside an alignment NAME.a3m, .sto or "
-        ".fasta", type=str, metavar="DIR", read=True)
+        None, "directory of real proteins: NAME.cif or NAME.pdb beside an alignment NAME.a3m, .a2m, .sto, "
+        ".fasta or .aln", type=str, metavar="DIR", read=True)
     holdout: str | None = option(
         None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
     holdout_fraction: float | None = option(
         None, "share of families kept out of training", low=0.0, below=1.0, type=float)
-    synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners) or "
+    synthetic_world: str = option("paired", "artificial proteins: paired (easy: one table of partners) or "
                                   "natural (Potts models of folds, along a tree)",
                                   choices=("paired", "natural"))
     real_folds: str | None = option(
