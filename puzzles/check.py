@@ -217,7 +217,7 @@ def check(path, own, own_file):
         lines.append(times(task))
     verdict = f"puzzle {number}: {'not yet' if wrong else 'solved'}"
     if PICTURE:
-        files.write_text(PICTURE, draw(launches, verdict))
+        pathlib.Path(PICTURE).write_text(draw(launches, verdict), encoding="utf-8")
     print(*wrong, *lines, verdict, sep="\n")
     return not wrong
 

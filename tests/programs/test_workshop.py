@@ -64,6 +64,32 @@ def test_every_command_runs_at_toy_size(title, tmp_path):
         assert done.returncode == expected, f"{command}: {done.stderr[-2000:]}"
 
 
+def raw(name):
+    assert name in TEXT
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text("utf-8"))
+
+
+def test_the_gpu_s_figures_are_those_of_the_raw_files():
+    roofline = raw("roofline_h200_ultra_2026-11-24.json")
+    for layer, name in {"outer_product_mean": "outer product mean", "msa_row_attention": "row attention",
+                        "triangle_mult_outgoing": "triangle multiplication"}.items():
+        [row] = [row for row in roofline["roofline"] if row["name"] == layer]
+        assert f"| {name} | {row['flops_per_byte']:,.0f} | {row['bound']} |" in TEXT
+    copy, product = (roofline["ceilings"][key] for key in ("copy_bytes_per_s", "matmul_flops_per_s"))
+    product = product["bfloat16"]
+    assert f"{copy / 1e9:,.0f} GB/s and computed {product / 1e12:.0f} TFLOP/s, so it changes at " \
+        f"{product / copy:.0f}." in TEXT.replace("\n", " ")
+    compared = raw("fusion_h200_2026-11-21_b4_s64_n16.json")["compare"]["B4 S64 N16 fp32"]
+    rows = {row["name"]: row for row in compared["variants"]}
+    for name, text in {"baseline": "baseline", "qkv_msa alone": "`only-qkv-fusion-msa`",
+                       "all": "all default fusions"}.items():
+        row = rows[name]
+        assert f"| {text} | {row['launches_per_step']:,} | {1e3 * row['median_batch_time']:.2f} |" in TEXT
+    compared = raw("fusion_h200_2026-11-21_b1_s256_n64.json")["compare"]["B1 S256 N64 bf16"]
+    peaks = {row["name"]: row.get("peak_memory_mb") for row in compared["variants"]}
+    assert f"from {peaks['baseline']:,.0f} to {peaks['flash_attention alone']:,.0f} MB in bfloat16" in TEXT
+
+
 # The notebook of the first hour, without Jupyter: tests/notebook.py
 
 BOOK = ROOT / "docs" / "first_hour.ipynb"
