@@ -93,7 +93,7 @@ def test_the_gpu_s_figures_are_those_of_the_raw_files():
 # The notebook of the first hour, without Jupyter: tests/notebook.py
 
 BOOK = ROOT / "docs" / "first_hour.ipynb"
-FEW = "--demo --num-steps 20 --eval-every 20"
+FEW = "--demo --num-steps 20 --eval-every 10"
 
 
 def cells_of(path):
