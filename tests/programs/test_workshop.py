@@ -90,7 +90,7 @@ def test_the_gpu_s_figures_are_those_of_the_raw_files():
     assert f"from {peaks['baseline']:,.0f} to {peaks['flash_attention alone']:,.0f} MB in bfloat16" in TEXT
 
 
-# The notebook of the first hour, without Jupyter. After changes `python tests/notebook.py` stores its outputs.
+# The notebook of the first hour, without Jupyter. After a change, tests/notebook.py stores its outputs.
 
 BOOK = ROOT / "docs" / "first_hour.ipynb"
 FEW = "--demo --num-steps 20 --eval-every 10"
