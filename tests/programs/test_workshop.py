@@ -109,7 +109,7 @@ def losses(text):
 
 def without_times(text):
     """The rows of a comparison: operations and memory of each variant."""
-    return [re.sub(r"[\d.]+ ms", "", line) for line in text.splitlines() if " operations " in line]
+    return [re.sub(r" +[\d.]+ ms", "", line) for line in text.splitlines() if " operations " in line]
 
 
 def test_the_notebook_has_the_outputs_of_one_run_and_no_place_of_its_machine():
