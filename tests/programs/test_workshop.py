@@ -26,8 +26,7 @@ TOY = {  # what makes a program's commands small; later flags win
     "companions/tiny_llama.py": (
         "--hidden-size 32 --intermediate-size 32 --num-layers 1 --num-heads 2 --num-kv-heads 1 --seq-len 16 "
         f"--data {ROOT / 'README.md'} {STEPS}"),
-    "companions/fusion_patterns.py": "--patterns topk --rounds 2 --no-compile --ladder --device cpu",
-    "./launch_performance_study.sh": "--device cpu --no-plots --seq-lens 16 --num-runs 1"}
+    "companions/fusion_patterns.py": "--patterns topk --rounds 2 --no-compile --ladder --device cpu"}
 NO_GPU = 4  # exit code of what needs one
 
 
@@ -47,54 +46,98 @@ def run(command, directory):
                    ROOT / flags[place], *flags[place + 1:], *TOY["tiny_openfold_v2.py"].split()]
         return subprocess.run(started, timeout=PATIENCE, **as_text)
     toy = [] if {"--compare-ultra", "--contacts"} & {*flags} else shlex.split(TOY.get(program, ""))
-    place = flags.index("--") if "--" in flags else len(flags)  # the study's own flags come before it
-    return run_program(program, *flags[:place], *toy, *flags[place:], cwd=directory)
+    return run_program(program, *flags, *toy, cwd=directory)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("title", BLOCKS)
 def test_every_command_runs_at_toy_size(title, tmp_path):
     query = "MKVLAEDGHITNRWCYPQSFLKAT"
-    (tmp_path / "query.a3m").write_text("".join(f">{i}\n{query[i % 5:]}{'-' * (i % 5)}\n" for i in range(40)))
-    for command in BLOCKS[title]:
-        command = command.replace("--fold", "--contacts")  # tests/proteins/test_fold_prediction.py folds
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "1a3a.a3m").write_text("".join(
+        f">{i}\n{query[i % 5:]}{'-' * (i % 5)}\n" for i in range(40)))
+    for command in BLOCKS[title]:  # tests/proteins/test_fold_prediction.py folds
+        command = command.replace("--fold", "--contacts").partition(" --structure")[0]
         done, expected = run(command, tmp_path), 0
         if "--compare-ultra" in command and not shutil.which("nvidia-smi"):
             expected = NO_GPU
         assert done.returncode == expected, f"{command}: {done.stderr[-2000:]}"
 
 
-# The notebook of the first hour, without Jupyter
-
-BOOK = json.loads((ROOT / "docs" / "first_hour.ipynb").read_text(encoding="utf-8"))
-FEW = "--demo --num-steps 8 --eval-every 4"
-CELLS = ["".join(cell["source"]).replace("--demo", FEW) for cell in BOOK["cells"]
-         if cell["cell_type"] == "code"]
-# What a kernel does: cells one after the other in one namespace. The first one is run twice, as people do.
-KERNEL = """
-import json, sys
-
-names = {"__name__": "__main__"}
-first, *others = json.load(sys.stdin)
-for source in (first, first, *others):
-    exec(compile(source, "cell", "exec"), names)
-"""
+def raw(name):
+    assert name in TEXT
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text("utf-8"))
 
 
-def test_the_notebook_has_no_stored_outputs():
-    assert BOOK["nbformat"] == 4 and len({cell["id"] for cell in BOOK["cells"]}) == len(BOOK["cells"])
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in BOOK["cells"])
+def test_the_gpu_s_figures_are_those_of_the_raw_files():
+    roofline = raw("roofline_h200_ultra_2026-11-24.json")
+    for layer, name in {"outer_product_mean": "outer product mean", "msa_row_attention": "row attention",
+                        "triangle_mult_outgoing": "triangle multiplication"}.items():
+        [row] = [row for row in roofline["roofline"] if row["name"] == layer]
+        assert f"| {name} | {row['flops_per_byte']:,.0f} | {row['bound']} |" in TEXT
+    copy, product = (roofline["ceilings"][key] for key in ("copy_bytes_per_s", "matmul_flops_per_s"))
+    product = product["bfloat16"]
+    assert f"{copy / 1e9:,.0f} GB/s and computed {product / 1e12:.0f} TFLOP/s, so it changes at " \
+        f"{product / copy:.0f}." in TEXT.replace("\n", " ")
+    compared = raw("fusion_h200_2026-11-21_b4_s64_n16.json")["compare"]["B4 S64 N16 fp32"]
+    rows = {row["name"]: row for row in compared["variants"]}
+    for name, text in {"baseline": "baseline", "qkv_msa alone": "`only-qkv-fusion-msa`",
+                       "all": "all default fusions"}.items():
+        row = rows[name]
+        assert f"| {text} | {row['launches_per_step']:,} | {1e3 * row['median_batch_time']:.2f} |" in TEXT
+    compared = raw("fusion_h200_2026-11-21_b1_s256_n64.json")["compare"]["B1 S256 N64 bf16"]
+    peaks = {row["name"]: row.get("peak_memory_mb") for row in compared["variants"]}
+    assert f"from {peaks['baseline']:,.0f} to {peaks['flash_attention alone']:,.0f} MB in bfloat16" in TEXT
+
+
+# The notebook of the first hour, without Jupyter. After a change, tests/notebook.py stores its outputs.
+
+BOOK = ROOT / "docs" / "first_hour.ipynb"
+FEW = "--demo --num-steps 20 --eval-every 10"
+
+
+def cells_of(path):
+    """[(source, what is printed below it)] of its code cells."""
+    cells = [cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
+    return [("".join(cell["source"]), "".join(line for output in cell["outputs"]
+                                              for line in output.get("text", ()))) for cell in cells]
+
+
+def losses(text):
+    return {int(step): float(loss) for step, loss in re.findall(r"Step +(\d+)/\d+ \| Loss: ([\d.]+)", text)}
+
+
+def without_times(text):
+    """The rows of a comparison: operations and memory of each variant."""
+    return [re.sub(r" +[\d.]+ ms", "", line) for line in text.splitlines() if " operations " in line]
+
+
+def test_the_notebook_has_the_outputs_of_one_run_and_no_place_of_its_machine():
+    cells = json.loads(BOOK.read_text("utf-8"))["cells"]
+    counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]
+    assert counts == [*range(1, len(counts) + 1)] and len({cell["id"] for cell in cells}) == len(cells)
+    assert BOOK.read_text("utf-8").count('"image/png": ') == 3 and BOOK.stat().st_size < 60_000
+    assert not re.search(r"/(?:tmp|home|root|opt|work|usr)\b|Busy machine", str(cells_of(BOOK)))
 
 
 @pytest.mark.slow
-def test_the_notebook_s_cells_run_in_order(tmp_path):
+def test_the_notebook_s_cells_run_in_order_and_print_what_is_stored(tmp_path):
+    book = tmp_path / "short.ipynb"
+    book.write_text(BOOK.read_text("utf-8").replace("--demo", FEW), "utf-8")
     environment = {**os.environ, "TMPDIR": str(tmp_path), "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", KERNEL], input=json.dumps(CELLS), capture_output=True,
-                          text=True, cwd=ROOT / "docs", env=environment, timeout=PATIENCE, check=False)
+    done = subprocess.run([sys.executable, ROOT / "tests" / "notebook.py", book], env=environment, text=True,
+                          capture_output=True, timeout=4 * PATIENCE, check=False)  # four programs
     assert done.returncode == 0, done.stderr[-3000:]
-    for words in ("In words: after step 8", "torch.Size([1, 32, 32])", "Training speed: ", "PASS",
-                  "Findings:"):
-        assert words in done.stdout, words
-    assert len(done.stdout.splitlines()) < 70
+    for (source, stored), (_, here) in zip(cells_of(BOOK), cells_of(book), strict=True):
+        if "--demo" in source:  # here only the first of its steps
+            assert losses(here) == pytest.approx({n: losses(stored)[n] for n in (10, 20)}, abs=2e-4)
+        elif "--compare-fusion" in source:
+            assert without_times(here) == without_times(stored) != []
+        elif "--verify-accuracy" in source:
+            assert "PASS" in here and "PASS" in stored
+        elif "run_pytorch_profiler" in source:
+            assert "Findings:" in here and "Findings:" in stored
+        else:
+            assert here == stored
     results = sorted(path.name for path in tmp_path.glob("first_hour_*/*"))
     assert results == ["accuracy", "compare", "session", "train"]
