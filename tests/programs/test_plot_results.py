@@ -14,7 +14,6 @@ from tests.tiny import flags_of
 from tiny_openfold.proteins import maps, structure_files
 
 
-
 @pytest.mark.parametrize("draw", [plot_results.results, plot_results.patches])
 def test_the_committed_plot_is_of_the_raw_files(draw):
     assert (ROOT / "docs" / f"{draw.__name__}.svg").read_text(encoding="utf-8") == draw()
