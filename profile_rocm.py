@@ -5,9 +5,9 @@ import os
 import sys
 
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `python -I` leaves out
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__)
+errors.quiet(__name__)
 
 if __name__ == "__main__":
     from fusion_lab.rocm.all_profilers import main

@@ -19,9 +19,9 @@ import os
 import sys
 
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `python -I` leaves out
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__)  # Ctrl-C is one line, during the imports, too
+errors.quiet(__name__)  # Ctrl-C is one line, during the imports, too
 if __name__ == "__main__":  # whoever imports this file gets what runs, and so one set of classes
     sys.modules["tiny_openfold_v2"] = sys.modules["__main__"]
 
@@ -747,8 +747,8 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
 def train(program, settings, compare_with=None, min_speedup=None):
     """A training run from its start-up lines to its summary; returns its exit code."""
     from fusion_lab.measuring import analysis, probe, ranges, summary
-    from fusion_lab.measuring.metrics import Metrics, of_resumed_run
-    from fusion_lab.training import checkpoints, evaluations, models, reporting
+    from fusion_lab.measuring.metrics import Metrics, resumes
+    from fusion_lab.training import checkpoints, directory, evaluations, models, reporting
     # Make everything that a run needs. Whatever can be refused is refused here, before the first step
     earlier = summary.read_summary(compare_with) if compare_with else None
     training, device = settings.training, machine.choose_device(settings.training.device)
@@ -758,22 +758,22 @@ def train(program, settings, compare_with=None, min_speedup=None):
     source = program.data(settings.having(batch_size=training.batch_size * world.size))  # of all ranks
     trainer = program.trainer(program, settings, device, world)
     models.begin_from_files(trainer, source)  # --resume, --init-from
-    world.from_first(lambda: checkpoints.claim_outputs(trainer, of_resumed_run(trainer)))
+    folder = directory.RunDirectory(program, settings, writes=world.first)
+    world.from_first(lambda: folder.claim_outputs(resumes(trainer, folder), checkpoints.outputs(trainer)))
     reporting.describe_start(trainer, source)
 
-    with files.StopRequest(patient=world.size > 1) as stop:  # a signal only asks; whoever can end early does
-        findings, metrics = probe.warm_up(trainer, source, stop), Metrics(trainer)
+    with errors.StopRequest(patient=world.size > 1) as stop:  # a signal only asks; whoever can end early does
+        findings, metrics = probe.warm_up(trainer, source, stop), Metrics(trainer, folder)
         recorded = settings.profiler if world.first else ProfilerConfig()  # one rank records
         num_steps = training.num_steps - trainer.step_number
         with ranges.Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
             times = run_steps(trainer, source, profiling, findings, metrics, stop)
         # Write the summary before the last evaluation, which may fail, and again with it; say how it ended
-        losses, times_alone = metrics.losses, profiling.undisturbed(times)
-        result = summary.summarise(trainer, findings, losses, times_alone, stop.signal)
-        path = summary.write(trainer, result)
+        result = summary.summarise(trainer, findings, metrics.losses, profiling.untraced(times), stop.signal)
+        path = folder.write("performance_summary", result)
         evaluations.evaluate(trainer, source, metrics, stop, print, final=True)
         signal = world.agreed_signal(stop)
-        summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
+        folder.write("performance_summary", summary.completed(result, metrics.by_step, earlier))
         code = summary.too_slow(result, min_speedup)
         peak = result["performance_summary"]["peak_memory_mb"]
         found = analysis.write_analysis(trainer, findings, times, peak, profiling)
@@ -813,7 +813,7 @@ def run(argv=None, program=PROGRAM):
 
 def main(argv=None, program=PROGRAM):
     """run(), with every expected failure as one line on stderr; returns the exit code."""
-    return distributed.leave(lambda: files.exit_code(partial(run, program=program), argv, program.name))
+    return distributed.leave(lambda: errors.exit_code(partial(run, program=program), argv, program.name))
 
 
 if __name__ == "__main__":

@@ -19,16 +19,17 @@ from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__, "torch")
+errors.quiet(__name__, "torch")
 
 import torch
 
 from fusion_lab.measuring.accuracy import compare_numerics
 from fusion_lab.measuring.bench import clipped_step, contest, contest_table, failed, ours
+from fusion_lab.training.errors import UserError, exit_code
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, exit_code, finite, write_json
+from fusion_lab.training.files import finite, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.program import load_program

@@ -20,11 +20,12 @@ from functools import partial
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__)
+errors.quiet(__name__)
 
-from fusion_lab.training.files import NO_GPU, UserError, exit_code, finite, require_packages, write_json
+from fusion_lab.training.errors import NO_GPU, UserError, exit_code, require_packages
+from fusion_lab.training.files import finite, write_json
 
 require_packages("measure_kernels.py", "torch", "triton")
 

@@ -25,21 +25,14 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__, "torch")
+errors.quiet(__name__, "torch")
 
 import torch
 
-from fusion_lab.training.files import (
-    NO_GPU,
-    OUT_OF_MEMORY,
-    UserError,
-    exit_code,
-    finite,
-    read_json,
-    write_json,
-)
+from fusion_lab.training.errors import NO_GPU, OUT_OF_MEMORY, UserError, exit_code
+from fusion_lab.training.files import finite, read_json, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, system_info
 

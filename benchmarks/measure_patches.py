@@ -29,9 +29,9 @@ for operation in ("TRIATTN", "TRIMUL"):  # or cuEquivariance runs short sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__, "torch")
+errors.quiet(__name__, "torch")
 
 import torch
 from torch import nn
@@ -39,7 +39,8 @@ from torch.utils.checkpoint import checkpoint
 
 from evoformer_kernels import patch
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
-from fusion_lab.training.files import MISSING, NO_GPU, UserError, exit_code, finite, write_json
+from fusion_lab.training.errors import MISSING, NO_GPU, UserError, exit_code
+from fusion_lab.training.files import finite, write_json
 from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
 

@@ -16,15 +16,16 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__, "torch")
+errors.quiet(__name__, "torch")
 
 import torch
 from measure_ladder import ULTRA, summary_of
 
 from fusion_lab.measuring.tables import markdown
-from fusion_lab.training.files import NO_GPU, UserError, exit_code, write_json
+from fusion_lab.training.errors import NO_GPU, UserError, exit_code
+from fusion_lab.training.files import write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, system_info
 

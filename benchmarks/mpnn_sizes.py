@@ -15,9 +15,9 @@ from functools import partial
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__, "torch")
+errors.quiet(__name__, "torch")
 
 import torch
 
@@ -25,8 +25,10 @@ from companions.fusion_patterns import by_turns
 from fusion_lab.measuring.bench import NEVER
 from fusion_lab.measuring.tables import markdown
 from fusion_lab.training.cuda_graphs import GraphedStep
+from fusion_lab.training.directory import Directory
+from fusion_lab.training.errors import exit_code
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import claim, exit_code, finite, write_json
+from fusion_lab.training.files import finite, write_json
 from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.program import load_program
@@ -68,7 +70,7 @@ def run(argv):
     parser.add_argument("--rounds", type=whole_number(2), default=30, metavar="N", help="(default: 30)")
     options = parser.parse_args(argv)
     program, device = load_program(ROOT / "companions" / "protein_mpnn.py"), choose_device(options.device)
-    claim(options.out, named=True, flag="--out")
+    Directory(options.out, named=True, flag="--out").claim()
     calls, found = {}, {}
     for name, sizes in SIZES.items():
         settings = program.settings(**sizes, **TRAINING, seq_len=options.seq_len, data=options.data)

@@ -29,15 +29,16 @@ os.environ.setdefault("CUEQ_TRIMUL_FALLBACK_THRESHOLD", "0")  # and say nothing
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__, "torch")
+errors.quiet(__name__, "torch")
 
 import torch
 
 from benchmarks.peers_cases import PEERS, problem
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
-from fusion_lab.training.files import NO_GPU, UserError, exit_code, finite, write_json
+from fusion_lab.training.errors import NO_GPU, UserError, exit_code
+from fusion_lab.training.files import finite, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
 from tiny_openfold.layers.attention_choice import prepare_flex_attention

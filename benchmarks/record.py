@@ -20,15 +20,16 @@ from statistics import fmean, median
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__, "torch")
+errors.quiet(__name__, "torch")
 
 import torch
 from measure_ladder import SHAPES, TINY, ULTRA, checkout, compared, measured, summary_of
 
 from fusion_lab.measuring.accuracy import compare_numerics
-from fusion_lab.training.files import NO_GPU, UserError, exit_code, finite, write_json
+from fusion_lab.training.errors import NO_GPU, UserError, exit_code
+from fusion_lab.training.files import finite, write_json
 from fusion_lab.training.flags import Parser, make_parser, parse
 from fusion_lab.training.machine import choose_device, system_info
 from tiny_openfold.proteins.coevolution import mean_field_dca

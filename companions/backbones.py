@@ -14,10 +14,11 @@ import os
 import numpy as np
 import torch
 
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.evaluations import Evaluation, evaluating
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, counted
 from fusion_lab.training.program import Data
+from fusion_lab.training.words import counted
 from tiny_openfold.proteins.alignments import split_suffix
 from tiny_openfold.proteins.files import LETTERS, STRUCTURE_SUFFIXES, UNKNOWN, read_structure
 from tiny_openfold.proteins.synthetic import random_chains

@@ -26,9 +26,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from fusion_lab.training import files
+from fusion_lab.training import errors, files
 
-files.quiet(__name__, "torch")
+errors.quiet(__name__, "torch")
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,7 @@ from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.flops import Traffic
 from fusion_lab.measuring.roofline import copy_ceiling
 from fusion_lab.measuring.tables import cell, markdown
+from fusion_lab.training.directory import Directory
 from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.machine import choose_device, keep_freed_memory, system_info
 from fusion_lab.training.reporting import busy_line, print_result
@@ -372,7 +373,7 @@ def print_pattern(result, copy):
 
 def arguments_of(argv):
     summary, _, rest = __doc__.partition("\n")
-    parser = Parser(prog="fusion_patterns.py", description=summary, epilog=f"{rest}\n{files.EXIT_CODES}")
+    parser = Parser(prog="fusion_patterns.py", description=summary, epilog=f"{rest}\n{errors.EXIT_CODES}")
     parser.add_argument("--patterns", nargs="+", metavar="NAME", choices=[*PATTERNS], default=[*PATTERNS],
                         help=f"only these of {', '.join(PATTERNS)} (default: all)")
     parser.add_argument("--rounds", type=whole_number(2), default=9, metavar="N",
@@ -392,12 +393,12 @@ def arguments_of(argv):
 def run(argv):
     options = arguments_of(argv)
     if options.ladder:
-        files.require_packages("fusion_patterns.py --ladder", "triton")
+        errors.require_packages("fusion_patterns.py --ladder", "triton")
     device = choose_device(options.device)
     on_gpu = device.type == "cuda"
     if (options.retune or "here" in options.ladder) and not (on_gpu and HAS_TRITON):
-        raise files.UserError("--retune and --ladder here need a GPU and Triton", code=files.NO_GPU)
-    files.claim(options.profile_dir, options.profile_dir != DIRECTORY)
+        raise errors.UserError("--retune and --ladder here need a GPU and Triton", code=errors.NO_GPU)
+    Directory(options.profile_dir, options.profile_dir != DIRECTORY).claim()
     path = os.path.join(options.profile_dir, "fusion_patterns.json")
     if not on_gpu:
         keep_freed_memory()
@@ -425,8 +426,8 @@ def run(argv):
     verdicts = {result["name"]: [word for word, _ in result["verdict"].values()] for result in results}
     print_result(dict(mode="fusion_patterns", verdicts=verdicts, wrong=wrong), path,
                  SimpleNamespace(profiler=options))
-    return files.FAILED if wrong else 0
+    return errors.FAILED if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(files.exit_code(run, sys.argv[1:], "fusion_patterns.py"))
+    sys.exit(errors.exit_code(run, sys.argv[1:], "fusion_patterns.py"))

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__)
+errors.quiet(__name__)
 
 from evoformer_kernels.limits import CHANNELS, HAS_TRITON, runs
 from fusion_lab.training import flags

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.evaluations import Evaluation, evaluating
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, counted
 from fusion_lab.training.program import Data
+from fusion_lab.training.words import counted
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 ONE_IN = 10  # files are held out

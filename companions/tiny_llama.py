@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__)
+errors.quiet(__name__)
 
 from companions.kernels import ULTRA_WIDTHS
 from evoformer_kernels.limits import HAS_TRITON, runs
@@ -106,7 +106,7 @@ import torch.nn.functional as F
 
 from companions import text, ultra_block
 from evoformer_kernels.precision import at_least_float32
-from fusion_lab.training.files import counted
+from fusion_lab.training.words import counted
 from tiny_openfold.layers.attention_choice import causal_kernel
 from tiny_openfold.layers.custom_gradients import recomputed
 from tiny_openfold.layers.packing import PackedProjections

@@ -18,8 +18,8 @@ from fusion_lab.measuring.bench import contest, contest_table, failed
 from fusion_lab.measuring.counters import OpCounter, gpu_kernels
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.directory import RunDirectory
+from fusion_lab.training.errors import FAILED, MISSING, NO_GPU, UserError
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
 

@@ -16,11 +16,11 @@ from unittest import mock
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__)
+errors.quiet(__name__)
 
-from fusion_lab.training.files import MISSING, UserError, exit_code, interpreter_fault, require_packages
+from fusion_lab.training.errors import MISSING, UserError, exit_code, interpreter_fault, require_packages
 from fusion_lab.training.flags import Parser
 
 PUZZLES = {path.name[1]: path for path in sorted(HERE.glob("p*_*.py"))}

@@ -29,7 +29,8 @@ LARGER = {"tests/second_program.py": dict(width=512, batch_size=512),  # for a s
           "companions/tiny_llama.py": dict(hidden_size=512, intermediate_size=1024, num_layers=2, seq_len=64)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
-FLOORS = ("evoformer_kernels", "fusion_lab.commands", "fusion_lab.training.files",
+FLOORS = ("evoformer_kernels", "fusion_lab.commands", "fusion_lab.training.words",
+          "fusion_lab.training.errors", "fusion_lab.training.files",
           "fusion_lab.training.options", "fusion_lab.training.program",
           "fusion_lab.measuring.variants", "fusion_lab.training",
           "fusion_lab.measuring", "fusion_lab.rocm", "tiny_openfold", "tiny_openfold_v2", "companions",

@@ -32,7 +32,7 @@ def analysis_of(trainer, found, times, peak, profiling):
     """The content of fusion_analysis.json; arguments as of write_analysis()."""
     program, settings = trainer.program, trainer.settings
     trace = TraceAnalysis(read_trace(profiling.trace), program.model.SUBLAYERS)
-    step = of_a_step(profiling.undisturbed(times), trace)
+    step = of_a_step(profiling.untraced(times), trace)
     unrecorded = trace.unrecorded(found.graph_kernels)
     flops = flops_by_sublayer(program, settings, trainer.device.type == "cuda")
     entries = sublayer_entries(trace, found, profiling.samples)

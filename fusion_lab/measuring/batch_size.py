@@ -12,8 +12,8 @@ from fusion_lab.measuring.tables import cell
 from fusion_lab.measuring.variants import GIVEN, Variant
 from fusion_lab.training import flags
 from fusion_lab.training.directory import RunDirectory
+from fusion_lab.training.errors import FAILED, StopRequest, UserError, exit_code
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import FAILED, StopRequest, UserError, exit_code
 from fusion_lab.training.machine import GIGABYTE, MEGABYTE, choose_device, free_memory, process_settings
 from fusion_lab.training.program import load_program
 from fusion_lab.training.reporting import command_of, print_result

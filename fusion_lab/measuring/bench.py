@@ -13,9 +13,10 @@ from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.probe import Findings, begin_peak, peak_megabytes
 from fusion_lab.measuring.tables import markdown
 from fusion_lab.measuring.variants import BASELINE, at_work, with_fusion
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, counted, time_left
 from fusion_lab.training.machine import MEGABYTE
+from fusion_lab.training.words import counted, time_left
 
 ROUNDS, SECONDS = 20, 60.0  # whichever ends first, where nobody says how many rounds
 TELL = 5.0  # s between two words on the time left

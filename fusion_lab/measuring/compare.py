@@ -28,8 +28,9 @@ from fusion_lab.measuring.probe import probe
 from fusion_lab.measuring.roctx import child_environment
 from fusion_lab.measuring.summary import launch_kind, provenance
 from fusion_lab.measuring.variants import make_variants
+from fusion_lab.training.errors import StopRequest, UserError
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import StopRequest, UserError, finite, read_json
+from fusion_lab.training.files import finite, read_json
 from fusion_lab.training.flags import command_line
 from fusion_lab.training.machine import choose_device, process_settings, require_memory
 from fusion_lab.training.program import Program, Settings

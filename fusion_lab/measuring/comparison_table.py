@@ -9,8 +9,9 @@ from fusion_lab.measuring.compare import compare
 from fusion_lab.measuring.tables import cell, markdown
 from fusion_lab.measuring.variants import BASELINE, FUSED, with_fusion
 from fusion_lab.training.directory import RunDirectory
-from fusion_lab.training.files import StopRequest, counted
+from fusion_lab.training.errors import StopRequest
 from fusion_lab.training.reporting import busy_line, command_of, print_result
+from fusion_lab.training.words import counted
 
 COLUMNS = {"variant": 8, "step ms (p20, p80)": 26, "samples/s": 9, "speed-up (95%)": 18,  # least widths
            "peak MB": 14, "saved act. MB": 14, "launches": 12}

@@ -9,7 +9,8 @@ import torch
 
 from fusion_lab.measuring.clocks import MOST_PENDING
 from fusion_lab.measuring.plotting import drawn
-from fusion_lab.training.files import UserError, finite, unwritten, write_text
+from fusion_lab.training.errors import UserError, unwritten
+from fusion_lab.training.files import finite, write_text
 
 METRICS, CURVE = "metrics.jsonl", "learning_curve.png"
 
@@ -18,11 +19,11 @@ class Metrics:
     """The metrics of one run, which a resumed run continues. Values are read from the device when they are
     written, at flush(), so that no step waits for it. Of several ranks one writes."""
 
-    def __init__(self, trainer):
-        self.path = os.path.join(trainer.settings.profiler.profile_dir, METRICS)
+    def __init__(self, trainer, directory):
+        """directory: the RunDirectory."""
+        self.path, self.writes = directory.file(METRICS), directory.writes
         self.pending, self.losses = [], array("d")  # of steps that are on the device, and of all others
         self.by_step = {}  # {step or "final": Evaluation}
-        self.writes = trainer.world.first
         if self.writes and os.path.exists(self.path):
             self.go_on(trainer)
 
@@ -84,10 +85,10 @@ def plot_curve(axis, path):
         right.legend()
 
 
-def of_resumed_run(trainer):
-    """Whether the directory of this run holds metrics of the run that the trainer resumes: their gradient
-    norm after the checkpoint's last step is the checkpoint's."""
-    path = os.path.join(trainer.settings.profiler.profile_dir, METRICS)
+def resumes(trainer, directory):
+    """Whether a RunDirectory holds metrics of the run that the trainer resumes: their gradient norm after the
+    checkpoint's last step is the checkpoint's."""
+    path = directory.file(METRICS)
     if not trainer.training.resume or not os.path.exists(path):
         return False
     norms = [s.get("gradient_norm") for s in read_metrics(path)[0] if s["step"] == trainer.step_number]

@@ -3,7 +3,9 @@ import contextlib
 import os
 import sys
 
-from fusion_lab.training.files import MISSING, UserError, printable, write_atomically
+from fusion_lab.training.errors import MISSING, UserError
+from fusion_lab.training.files import write_atomically
+from fusion_lab.training.words import printable
 
 
 def require_matplotlib():

@@ -11,8 +11,8 @@ from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.ranges import PHASES, place_of, ranges, sums_by_range
 from fusion_lab.measuring.roctx import BLIND, GRAPHS
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import counted
 from fusion_lab.training.machine import MEGABYTE
+from fusion_lab.training.words import counted
 
 
 @dataclass

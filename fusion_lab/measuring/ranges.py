@@ -8,8 +8,9 @@ import torch
 
 from fusion_lab.measuring import roctx
 from fusion_lab.measuring.clocks import RangeSums
-from fusion_lab.training.files import counted, write_json
+from fusion_lab.training.files import write_json
 from fusion_lab.training.machine import MEGABYTE
+from fusion_lab.training.words import counted
 
 PHASES = ("data", "forward", "backward", "optimizer")  # of a step
 RECOMPUTE = "recompute"  # a forward pass once more, during backward: activation checkpointing
@@ -165,7 +166,7 @@ class Profiling:
             if self.outer:
                 switch_outer_profiler(on=True)
 
-    def undisturbed(self, steps):
+    def untraced(self, steps):
         """Of something for each step that ran, that of the steps without the profiler; all, where it saw
         all."""
         return steps[:self.without or None]

@@ -3,8 +3,8 @@ from dataclasses import replace
 
 from evoformer_kernels.limits import HAS_TRITON
 from fusion_lab.training.directory import RunDirectory
+from fusion_lab.training.errors import MISSING, NO_GPU, UserError
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import MISSING, NO_GPU, UserError
 from fusion_lab.training.machine import choose_device, process_settings, require_memory
 from fusion_lab.training.reporting import print_result
 

@@ -11,10 +11,11 @@ from fusion_lab.measuring.gains import KEYS, gain_over_earlier
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.roofline import dtype_name, matmul_ceiling
 from fusion_lab.training.checkpoints import own_random_numbers
-from fusion_lab.training.directory import RunDirectory
-from fusion_lab.training.files import FAILED, UserError, printable, read_json
+from fusion_lab.training.errors import FAILED, UserError
+from fusion_lab.training.files import read_json
 from fusion_lab.training.machine import amp_dtype, system_info
 from fusion_lab.training.reporting import print_result
+from fusion_lab.training.words import printable
 
 
 def summarise(trainer, found, losses, times, interrupted=None):
@@ -127,12 +128,6 @@ def rates(figures):
     """Samples/s of every step of a performance_summary; none where it does not know them."""
     times = figures.get("step_times") or []
     return [figures["avg_training_speed"] * figures["avg_batch_time"] / time for time in times]
-
-
-def write(trainer, result):
-    """Write a summary into the run's directory, of several ranks the first; returns its path, or None."""
-    directory, kind = RunDirectory(trainer.program, trainer.settings), "performance_summary"
-    return directory.write(kind, result) if trainer.world.first else None
 
 
 def completed(result, evaluations, earlier):

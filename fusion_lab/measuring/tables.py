@@ -1,7 +1,7 @@
 """Rows of cells as a table, and what stands in cells."""
 import re
 
-from fusion_lab.training.files import printable
+from fusion_lab.training.words import printable
 
 
 def markdown(rows, least=()):

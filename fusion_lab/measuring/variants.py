@@ -11,7 +11,7 @@ X is a switch as its flag spells it: flash-attention for --enable-flash-attentio
 import difflib
 from dataclasses import dataclass, replace
 
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 
 BASELINE, FUSED, COMPILED, EVERYTHING, ULTRA, GIVEN = (
     "baseline", "fused", "compiled", "everything", "ultra", "given")

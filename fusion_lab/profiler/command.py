@@ -1,7 +1,7 @@
 """A session of PyTorch's profiler, or an ablation, from its command line to the line of JSON."""
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__, "torch", "numpy", "tqdm")
+errors.quiet(__name__, "torch", "numpy", "tqdm")
 
 import os
 import sys
@@ -13,20 +13,12 @@ from fusion_lab.profiler.arguments import SCRIPT, parse
 from fusion_lab.profiler.report import read_analysis
 from fusion_lab.profiler.session import SUMMARY, ablation, ablation_names, run_session
 from fusion_lab.training import reporting, torchrun
-from fusion_lab.training.files import claim, exit_code, finite
+from fusion_lab.training.directory import RunDirectory
+from fusion_lab.training.errors import exit_code
+from fusion_lab.training.files import finite
 from fusion_lab.training.flags import named_program
 from fusion_lab.training.machine import choose_device, require_memory
 from fusion_lab.training.program import load_program
-
-
-def results_directory(arguments, profiler):
-    """Where this run writes; made, and emptied of earlier results by moving them aside."""
-    named = "profile_dir" in vars(arguments)
-    path = profiler.profile_dir
-    if arguments.ablation and not named:
-        path = f"{path.rstrip('/')}_ablation_{time.strftime('%Y%m%d_%H%M%S')}"
-    return claim(path, named, profiler.force)
-
 
 HEADLINES = ("mode", "findings", "step", "folders")
 STEP = ("untraced_ms", "p20_ms", "p80_ms", "gpu_busy_ms")  # of a session's step
@@ -47,7 +39,10 @@ def sessions(program, settings, arguments, train):
     as of run_session()."""
     earlier = earlier_session(arguments, settings.profiler)
     require_memory(program, choose_device(settings.training.device), settings)  # before anything is moved
-    directory = results_directory(arguments, settings.profiler)
+    directory = RunDirectory(program, settings)
+    if arguments.ablation and not directory.named:
+        directory.path += f"_ablation_{time.strftime('%Y%m%d_%H%M%S')}"
+    directory = directory.claim().path
     options = dict(train=train, roofline=arguments.roofline)
     if arguments.ablation or arguments.compare_v1:
         names = ablation_names(program) if arguments.ablation else [GIVEN]  # beside the baseline

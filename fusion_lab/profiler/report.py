@@ -10,7 +10,8 @@ from fusion_lab.measuring.summary import differing
 from fusion_lab.measuring.tables import cell, code, escaped, markdown
 from fusion_lab.measuring.variants import spelled
 from fusion_lab.profiler.plots import SUBLAYERS, TIMELINE
-from fusion_lab.training.files import UserError, read_json, write_text
+from fusion_lab.training.errors import UserError
+from fusion_lab.training.files import read_json, write_text
 
 REPORT = "comprehensive_profiling_report.md"
 TOP = 20

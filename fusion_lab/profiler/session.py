@@ -30,7 +30,8 @@ from fusion_lab.profiler.report import (
     report_lines,
     write_lines,
 )
-from fusion_lab.training.files import FAILED, StopRequest, UserError, finite, read_json, write_json
+from fusion_lab.training.errors import FAILED, StopRequest, UserError
+from fusion_lab.training.files import finite, read_json, write_json
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.reporting import command_of
 

@@ -15,8 +15,9 @@ from fusion_lab.rocm.rocprof_sys import RocprofSys
 from fusion_lab.rocm.rocprofv3 import Rocprofv3
 from fusion_lab.rocm.session import Command, Outcome, say
 from fusion_lab.rocm.wrapper import parse
-from fusion_lab.training import files
-from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, USAGE, UserError
+from fusion_lab.training import errors, files
+from fusion_lab.training.directory import Directory
+from fusion_lab.training.errors import FAILED, MISSING, NO_GPU, OK, USAGE, UserError
 from fusion_lab.training.program import ROOT
 
 SCRIPT = "run_all_profilers.sh"
@@ -102,7 +103,7 @@ def run_all(arguments):
     directory = pathlib.Path(options.output_dir or f"complete_profiling_{time.strftime('%Y%m%d_%H%M%S')}")
     directory, only_shown = directory.absolute(), options.dry_run or options.preflight
     if not only_shown:
-        files.claim(str(directory), bool(options.output_dir), options.force, flag="-o")
+        Directory(str(directory), bool(options.output_dir), options.force, "-o").claim()
     outcomes = {name: Outcome(None, "not started: interrupted") for name in names}
     for name in names:
         say("", f"# {name}")
@@ -142,7 +143,7 @@ def main(arguments):
         return USAGE
     name, *rest = arguments
     if name == "all":
-        return files.exit_code(run_all, rest, SCRIPT)
+        return errors.exit_code(run_all, rest, SCRIPT)
     wrapper = WRAPPERS[name]
-    return files.exit_code(lambda argv: session.profile(wrapper.from_arguments(argv)).code, rest,
+    return errors.exit_code(lambda argv: session.profile(wrapper.from_arguments(argv)).code, rest,
                            wrapper.script)

@@ -2,7 +2,7 @@
 import os
 import re
 
-from fusion_lab.training.files import FAILED, MISSING, NO_DATA, NO_GPU, OK, PROGRAM_FAILED, TIMEOUT, USAGE
+from fusion_lab.training.errors import FAILED, MISSING, NO_DATA, NO_GPU, OK, PROGRAM_FAILED, TIMEOUT, USAGE
 
 MEANING = {OK: "done", FAILED: "the profiler failed", USAGE: "wrong use", MISSING: "something is missing",
            NO_GPU: "no usable GPU", PROGRAM_FAILED: "the profiled program failed", TIMEOUT: "time limit",

@@ -18,8 +18,9 @@ from fusion_lab.measuring.roctx import BLIND, GRAPHS
 from fusion_lab.measuring.spans import IMPOSSIBLE
 from fusion_lab.rocm import records, timeline
 from fusion_lab.training import files
-from fusion_lab.training.files import EXIT_CODES, OK, UserError, exit_code, printable
+from fusion_lab.training.errors import EXIT_CODES, OK, UserError, exit_code
 from fusion_lab.training.flags import Parser
+from fusion_lab.training.words import printable
 
 PROGRAM = "profile_summary.py"
 TOP_KERNELS = 20

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 
 from fusion_lab.rocm.failures import OLD_PANDAS, TWO_ROCMS, known_failure
-from fusion_lab.training.files import MISSING, NO_GPU, OK, USAGE, UserError
+from fusion_lab.training.errors import MISSING, NO_GPU, OK, USAGE, UserError
 from fusion_lab.training.flags import QUESTION
 
 

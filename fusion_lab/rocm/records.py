@@ -12,7 +12,7 @@ import sqlite3
 from collections import defaultdict
 
 from fusion_lab.measuring.spans import Span, possible
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 
 OF_COMPUTE = "rocprof-compute counters"
 WORKLOADS = "workloads"  # of rocprof-compute: workloads/NAME/GPU, with folders of their own in newer releases

@@ -9,7 +9,7 @@ from fusion_lab.rocm import preflight, records
 from fusion_lab.rocm.failures import known_failure
 from fusion_lab.rocm.session import Command, say
 from fusion_lab.rocm.wrapper import Wrapper
-from fusion_lab.training.files import FAILED, NO_DATA, OK, PROGRAM_FAILED, UserError
+from fusion_lab.training.errors import FAILED, NO_DATA, OK, PROGRAM_FAILED, UserError
 from fusion_lab.training.flags import whole_number
 
 

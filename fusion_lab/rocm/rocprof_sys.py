@@ -8,7 +8,7 @@ from fusion_lab.rocm import preflight
 from fusion_lab.rocm.failures import last_exception
 from fusion_lab.rocm.session import Command, say
 from fusion_lab.rocm.wrapper import Wrapper
-from fusion_lab.training.files import NO_DATA, OK, PROGRAM_FAILED
+from fusion_lab.training.errors import NO_DATA, OK, PROGRAM_FAILED
 
 
 class RocprofSys(Wrapper):

@@ -8,7 +8,8 @@ from fusion_lab.rocm import kernel_summary
 from fusion_lab.rocm.failures import STABLE_CLOCKS
 from fusion_lab.rocm.session import Command, say
 from fusion_lab.rocm.wrapper import Wrapper
-from fusion_lab.training.files import NO_DATA, OK, write_json, write_text
+from fusion_lab.training.errors import NO_DATA, OK
+from fusion_lab.training.files import write_json, write_text
 
 MARKERS = "--marker-trace"
 WITH_MARKERS = {MARKERS, "--runtime-trace", "--sys-trace"}  # with them, recording ends at the last pause

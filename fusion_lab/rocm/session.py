@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from fusion_lab.measuring.roctx import INHERITED, child_environment
 from fusion_lab.rocm.failures import MEANING, known_failure, last_exception
 from fusion_lab.rocm.preflight import worst_code
-from fusion_lab.training import files
-from fusion_lab.training.files import NO_DATA, OK, PROGRAM_FAILED, TIMEOUT, UserError
+from fusion_lab.training import errors, files
+from fusion_lab.training.directory import Directory
+from fusion_lab.training.errors import NO_DATA, OK, PROGRAM_FAILED, TIMEOUT, UserError
+from fusion_lab.training.words import printable
 
 FLUSH_SECONDS = 60  # how long a profiler may write after SIGINT before it gets SIGTERM, then SIGKILL
 RECORDED = ("ROC", "HIP", "HSA", "GPU_", "AMD_", "DEBUG_", "MIOPEN", "TORCH", "PYTORCH", "TRITON", "OMP_",
@@ -26,7 +28,7 @@ def say(*lines, end="\n"):
     try:
         print(*lines, sep="\n", end=end, flush=True)
     except BrokenPipeError:
-        files.drop_output()
+        errors.drop_output()
 
 
 @dataclass
@@ -133,11 +135,10 @@ def profile(wrapper):
         say("can profile here" if verdict == OK else f"cannot profile here: {MEANING[verdict]}")
         return Outcome(verdict)
     if problems:
-        print(*map(files.printable, listed), sep="\n", file=sys.stderr)
+        print(*map(printable, listed), sep="\n", file=sys.stderr)
         raise UserError(f"nothing was run: {'; '.join(what for _, what, _ in problems)} (--dry-run shows the "
                         "commands, --skip-preflight skips these checks)", verdict)
-    files.claim(wrapper.directory, bool(options.output_dir), options.force, resumed=wrapper.continues,
-                flag="-o")
+    Directory(wrapper.directory, bool(options.output_dir), options.force, "-o").claim(wrapper.continues)
     if wrapper.continues:  # only what this writes again
         for name in (os.path.basename(wrapper.records), *(command.log for command in commands)):
             files.set_aside(os.path.join(wrapper.directory, name))

@@ -4,10 +4,11 @@ import shlex
 
 from fusion_lab.measuring.roctx import GRAPHS
 from fusion_lab.rocm import failures, preflight
-from fusion_lab.training import files, flags, torchrun
-from fusion_lab.training.files import FAILED, PROGRAM_FAILED, printable
+from fusion_lab.training import errors, flags, torchrun
+from fusion_lab.training.errors import FAILED, PROGRAM_FAILED
 from fusion_lab.training.options import GRAPHED
 from fusion_lab.training.program import DEFAULT_PROGRAM
+from fusion_lab.training.words import printable
 
 # Ranges, start and stop for the profiler outside, and no torch.profiler inside: two cannot share a GPU. Tools
 # run the program up to a dozen times; each run sets aside what the one before it wrote.
@@ -22,7 +23,7 @@ environment:
   PYTHON     interpreter that has torch for ROCm (default: python3)
   ROCM_PATH  ROCm tree, searched after PATH (default: /opt/rocm)
 
-{files.EXIT_CODES}
+{errors.EXIT_CODES}
 """
 SWITCHES = {"--force": "use a directory that is not empty: what is in it is set aside",
             "--dry-run": "print the exact commands, run nothing",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from fusion_lab import commands
 from fusion_lab.measuring.variants import BASELINE, FUSED, GIVEN, ONLY, WITHOUT, make_variants, spelled
 from fusion_lab.training import flags
-from fusion_lab.training.files import EXIT_CODES, UserError
+from fusion_lab.training.errors import EXIT_CODES, UserError
 from fusion_lab.training.flags import Parser, flag, whole_number
 
 # What the user typed: the installed command, or this

@@ -4,9 +4,9 @@ arguments.py says what is measured, and report.py what comes of it. A study's di
 results.jsonl with a line for every point that has ended: its run and sizes, `ok`, `reason` (why it failed),
 `seconds`, `system_info`, and `rows`, those of its comparison as --compare-fusion wrote them.
 """
-from fusion_lab.training import files
+from fusion_lab.training import errors, words
 
-files.quiet(__name__, "torch", "numpy", "tqdm")
+errors.quiet(__name__, "torch", "numpy", "tqdm")
 
 import json
 import os
@@ -24,21 +24,13 @@ from fusion_lab.measuring.tables import markdown
 from fusion_lab.study import report
 from fusion_lab.study.arguments import SCRIPT, own_part, parse
 from fusion_lab.training import torchrun
-from fusion_lab.training.files import (
-    FAILED,
-    OK,
-    StopRequest,
-    UserError,
-    claim,
-    counted,
-    exit_code,
-    read_json,
-    write_json,
-    write_text,
-)
+from fusion_lab.training.directory import Directory
+from fusion_lab.training.errors import FAILED, OK, StopRequest, UserError, exit_code
+from fusion_lab.training.files import read_json, write_json, write_text
 from fusion_lab.training.flags import named_program
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.program import load_program
+from fusion_lab.training.words import counted
 
 KEYS = {"run", "ok", "reason", "seconds", "system_info", "rows"}  # of a line
 
@@ -66,7 +58,7 @@ def open_directory(name, study, command):
     """Make the study's directory, or find the one to go on in, and hold it; returns (path, dict(command,
     created)). Raises UserError."""
     path = os.path.abspath(name or time.strftime("performance_study_%Y%m%d_%H%M%S"))
-    claim(path, resumed=name is not None, flag="--study-name")
+    Directory(path, flag="--study-name").claim(resumed=name is not None)
     how = dict(command=shlex.join(command), created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     if os.path.exists(os.path.join(path, "config.json")):
         how["created"] = require_same_study(path, study)
@@ -139,7 +131,7 @@ def time_left(count, lines):
     """For so many points that have yet to run, by those that have."""
     if not lines:
         return "how long is known after the first point"
-    return files.time_left(count * statistics.fmean(line["seconds"] for line in lines.values()))
+    return words.time_left(count * statistics.fmean(line["seconds"] for line in lines.values()))
 
 
 def run_study(program, options, study, argv):

@@ -16,7 +16,7 @@ import numpy as np
 from fusion_lab.measuring.gains import Gain, gain_of_runs
 from fusion_lab.measuring.tables import cell
 from fusion_lab.measuring.variants import BASELINE, ONLY, WITHOUT
-from fusion_lab.training.files import counted
+from fusion_lab.training.words import counted
 
 MUCH = 20.0  # percent between two runs of a point, from which on the study says so
 FIGURES = "peak_memory_mb", "saved_activation_mb", "launches_per_step"  # of rows; a point has their medians

@@ -8,16 +8,10 @@ from functools import partial
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fusion_lab.training.directory import RunDirectory
-from fusion_lab.training.files import (
-    FAILED,
-    UserError,
-    claim_file,
-    printable,
-    set_aside,
-    write_atomically,
-)
+from fusion_lab.training.errors import FAILED, UserError
+from fusion_lab.training.files import write_atomically
 from fusion_lab.training.options import as_flag, flag
+from fusion_lab.training.words import printable
 
 # Fields that may differ between a run and its continuation without a word.
 OF_A_SESSION = ("num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every",
@@ -82,10 +76,9 @@ def save(trainer, path):
 OTHER_RESULTS = (".json", ".jsonl", ".png", ".tsv")  # of a run
 
 
-def claim_outputs(trainer, resumed):
-    """Make the run's directory and the files that it saves into its own, or raise UserError now rather than
-    after hours of training. A run that is resumed in its own directory goes on in it."""
-    # Judge, before anything is moved: only a checkpoint of this program may be replaced
+def outputs(trainer):
+    """{path: whether the run goes on with what is in it} of the files that a run saves into. UserError, now
+    rather than after hours of training: only a checkpoint of this program may be replaced."""
     training, place = trainer.training, os.path.realpath(trainer.settings.profiler.profile_dir)
     paths = {flag(name): getattr(training, name) for name in ("save_checkpoint", "save_best")
              if getattr(training, name)}
@@ -100,14 +93,7 @@ def claim_outputs(trainer, resumed):
                    for name, path in paths.items()}
     except UserError as error:
         raise UserError(f"{error}; it was not overwritten") from None
-    # Hold: no other run writes there from now on
-    RunDirectory(trainer.program, trainer.settings).claim(resumed)
-    for path in earlier:
-        claim_file(path)
-    # Set aside what is no checkpoint of the run that goes on
-    for path, saved in earlier.items():
-        if os.path.exists(path) and not continues(trainer, path, saved):
-            print(f"{path} held a checkpoint of an earlier run, which is in {set_aside(path)} now")
+    return {path: saved is not None and continues(trainer, path, saved) for path, saved in earlier.items()}
 
 
 def continues(trainer, path, saved):

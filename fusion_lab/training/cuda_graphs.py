@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from fusion_lab.training.files import FAILED, OUT_OF_MEMORY, UserError
+from fusion_lab.training.errors import FAILED, OUT_OF_MEMORY, UserError
 
 
 class GraphedStep:

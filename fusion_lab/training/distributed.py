@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fusion_lab.training import torchrun
-from fusion_lab.training.files import FAILED, UserError, drop_output
+from fusion_lab.training.errors import FAILED, UserError, drop_output
 
 TIME_LIMIT = 600  # s for which a rank waits for the others
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, fields
 from functools import partial
 
 from fusion_lab import __version__
-from fusion_lab.training import files, hints, torchrun
-from fusion_lab.training.files import EXIT_CODES
+from fusion_lab.training import errors, torchrun
+from fusion_lab.training.errors import EXIT_CODES
 from fusion_lab.training.options import ProfilerConfig, as_flag, flag
 from fusion_lab.training.program import Program, Settings, load_program
 
@@ -21,7 +21,7 @@ def judge(name, **known):
     seconds: where it is run, --help, --version and wrong flags end here, and Ctrl-C is one line."""
     if name != "__main__":
         return
-    files.quiet(name)
+    errors.quiet(name)
     # OpenMP's threads spin while they wait for each other; on cores that others use too, one that waits keeps
     # the one that works from running. A tenth of GNU's usual number of turns costs nothing on an idle machine
     # and spares a third on a busy one.
@@ -29,7 +29,7 @@ def judge(name, **known):
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     program = Program(**known)
     argv = with_demo(sys.argv[1:], program)
-    if code := files.exit_code(partial(check_early, program), argv, program.name):
+    if code := errors.exit_code(partial(check_early, program), argv, program.name):
         sys.exit(code)
 
 
@@ -59,7 +59,7 @@ def check_early(program, argv):
         from fusion_lab.measuring.variants import make_variants
         make_variants(settings, arguments.variants, on_gpu=False)  # for its errors
     torchrun.place()
-    files.require_packages(program.name, "torch", "numpy", "tqdm")
+    errors.require_packages(program.name, "torch", "numpy", "tqdm")
     if not arguments.check_flags and torchrun.first():
         print(f"{program.name}: loading PyTorch ...", flush=True,
               file=sys.stderr if sys.stderr.isatty() else sys.stdout)
@@ -93,6 +93,7 @@ class Parser(argparse.ArgumentParser):
 
     def refuse_unknown(self, words, hint=""):
         """End the program, with the flags that were meant, by their spelling."""
+        from fusion_lab.training import hints
         known, near = [name for name in self._option_string_actions if name.startswith("--")], []
         for word in words:
             if word.startswith("-"):

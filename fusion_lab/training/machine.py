@@ -12,9 +12,10 @@ import torch
 
 from evoformer_kernels.limits import HAS_TRITON
 from evoformer_kernels.precision import set_tf32_products
-from fusion_lab.training.files import NO_GPU, UserError, counted
+from fusion_lab.training.errors import NO_GPU, UserError
 from fusion_lab.training.options import DEVICE, DEVICES, flag
 from fusion_lab.training.torchrun import place
+from fusion_lab.training.words import counted
 
 MEGABYTE, GIGABYTE = 2 ** 20, 2 ** 30
 

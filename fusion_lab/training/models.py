@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion_lab.training import checkpoints, recipe
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.options import flag
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 
 from fusion_lab import commands
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.options import Checked, ProfilerConfig, Switches, TrainingConfig
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fusion_lab.measuring.variants import name_of
-from fusion_lab.training.files import FAILED, UserError
+from fusion_lab.training.errors import FAILED, UserError
 from fusion_lab.training.flags import command_line
 from fusion_lab.training.machine import MEGABYTE, cpu_name, runs_in_tf32
 from fusion_lab.training.options import GRAPHED

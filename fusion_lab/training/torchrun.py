@@ -2,7 +2,7 @@
 import os
 from dataclasses import dataclass
 
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

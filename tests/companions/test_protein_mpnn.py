@@ -15,7 +15,7 @@ from fusion_lab.measuring.counters import saved_activations
 from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.roofline import total_bytes
 from fusion_lab.training import cuda_graphs
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.program import load_program
 from tests.support import GOING_ON, ROOT, require_shared
 from tiny_openfold.proteins.files import AMINO_ACIDS

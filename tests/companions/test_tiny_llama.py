@@ -15,8 +15,8 @@ from fusion_lab.measuring.counters import gpu_kernels
 from fusion_lab.measuring.flops import flops_by_sublayer
 from fusion_lab.measuring.roofline import total_bytes
 from fusion_lab.training.checkpoints import unpacked
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import process_settings
 from fusion_lab.training.program import load_program
 from tests.support import GOING_ON, ROOT, require_shared

@@ -17,7 +17,7 @@ from evoformer_kernels import tuner
 from evoformer_kernels.attention.plan import AttentionPlan, Inputs
 from evoformer_kernels.family import Plan
 from fusion_lab.measuring import retune
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from tests.support import last_json
 
 FIRST, SECOND = dict(BM=64, num_warps=4), dict(BM=128, num_warps=8)

@@ -52,7 +52,7 @@ def analysed(events, directory, samples=(), untraced=3, seconds=0.25e-3, **found
     trainer = SimpleNamespace(program=SECOND, settings=settings, device=torch.device("cpu"),
                               model=SimpleNamespace(statistics=lambda: dict(kernels_by_rule=15, other=1)))
     profiling = SimpleNamespace(trace=str(directory / "t.json"), without=untraced, samples=list(samples),
-                                undisturbed=lambda steps: steps[:untraced] if untraced else steps)
+                                untraced=lambda steps: steps[:untraced] if untraced else steps)
     known = Findings(**{**dict(saved=dict(up=3 * MB, rest=MB), flops=7, launches=3), **found})
     times = np.array([[seconds] * 4] * 3 + [[1.0] * 4] * 2)
     return analysis.analysis_of(trainer, known, times, 2.0, profiling)

@@ -170,13 +170,13 @@ def test_on_rocm_the_outer_profiler_is_reached_by_roctx(monkeypatch, capsys):
     assert said == ["resume", "wait", "pause"] and "no GPU here" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps, without, traced, undisturbed", [
+@pytest.mark.parametrize("steps, without, traced, untraced", [
     (21, 15, 5, 15), (10, 5, 4, 5), (4, 2, 1, 2), (3, 1, 1, 1), (2, 0, 1, 2), (1, 0, 1, 1)])
-def test_the_last_steps_are_traced_and_those_before_are_not(steps, without, traced, undisturbed):
+def test_the_last_steps_are_traced_and_those_before_are_not(steps, without, traced, untraced):
     """Between them is the one in which the profiler starts."""
     profiling = Profiling(ProfilerConfig(enable_pytorch_profiler=True), CPU, [], Findings({}, 1), steps)
     assert (profiling.without, profiling.traced) == (without, traced)
-    assert profiling.undisturbed(list(range(steps))) == list(range(undisturbed))
+    assert profiling.untraced(list(range(steps))) == list(range(untraced))
 
 
 def test_a_cpu_s_steps_are_timed_by_range(tmp_path, capsys):

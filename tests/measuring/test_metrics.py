@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from fusion_lab.measuring import metrics
+from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.distributed import ALONE
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.evaluations import Evaluation
-from fusion_lab.training.files import UserError
 from tests.second_program import PROGRAM as SECOND
 
 
 def of_run(directory, step=0):
     trainer = SimpleNamespace(world=ALONE, step_number=step,
                               settings=SECOND.settings(profile_dir=str(directory)))
-    return metrics.Metrics(trainer)
+    return metrics.Metrics(trainer, RunDirectory(SECOND, trainer.settings))
 
 
 def noted(number, loss=1.0, norm=0.5, rate=1e-3):
@@ -83,7 +84,7 @@ def test_a_resumed_run_knows_its_directory_by_the_norm_of_its_last_step(content,
     settings = SECOND.settings(profile_dir=str(tmp_path), resume=resume)
     trainer = SimpleNamespace(settings=settings, training=settings.training, step_number=4,
                               gradient_norm=torch.tensor(norm))
-    assert metrics.of_resumed_run(trainer) is own
+    assert metrics.resumes(trainer, RunDirectory(SECOND, settings)) is own
 
 
 def test_of_a_step_that_stands_there_twice_the_last_counts(tmp_path):

@@ -13,7 +13,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import clocks, summary
 from fusion_lab.measuring.clocks import PhaseTimer
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from tests.second_program import PROGRAM as SECOND
 from tests.support import last_json
 

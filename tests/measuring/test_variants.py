@@ -5,7 +5,7 @@ import pytest
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.variants import default_names, fusion_named, make_variants, with_fusion
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from tests.second_program import PROGRAM as SECOND
 
 KIND = tof.FusionConfig

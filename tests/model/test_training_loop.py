@@ -10,8 +10,8 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.metrics import read_metrics
 from fusion_lab.training import checkpoints
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.evaluations import Evaluation
-from fusion_lab.training.files import UserError
 from fusion_lab.training.master_weights import ModelWeights
 from fusion_lab.training.program import Data
 from tests.support import last_json

@@ -8,7 +8,7 @@ from fusion_lab.measuring import tables
 from fusion_lab.measuring.ranges import RECOMPUTE, REST
 from fusion_lab.measuring.trace import NOT_RECORDED, OUTSIDE
 from fusion_lab.profiler import plots, report
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from tests.second_program import PROGRAM as SECOND
 
 SETTINGS = SECOND.settings(width=8, depth=2, batch_size=3, device="cpu")

@@ -14,7 +14,7 @@ from fusion_lab.measuring.variants import fusion_named, with_fusion
 from fusion_lab.profiler import report
 from fusion_lab.profiler.command import run
 from fusion_lab.profiler.session import ablation_names, run_session
-from fusion_lab.training.files import UserError, exit_code
+from fusion_lab.training.errors import UserError, exit_code
 from tests.support import code_of, last_json, run_program
 from tests.tiny import flags_of, settings_of
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusion_lab.measuring import bench, clocks
-from fusion_lab.training import files
+from fusion_lab.training import errors
 from tests.support import ROOT, require_shared
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -73,9 +73,9 @@ def test_a_part_that_seems_slower_than_the_whole_is_refused():
     row = dict(kernels=[("ours_kernel", 1.0)], forward_ms=0.4, both_ms=1.0, called_ms=1.2)
     peers.refuse(row, peer)
     for wrong in (dict(both_ms=1.3), dict(forward_ms=1.1)):
-        with pytest.raises(files.UserError, match="the host stalled"):
+        with pytest.raises(errors.UserError, match="the host stalled"):
             peers.refuse(row | wrong, peer)
-    with pytest.raises(files.UserError, match="its kernel did not run, but other"):
+    with pytest.raises(errors.UserError, match="its kernel did not run, but other"):
         peers.refuse(dict(row, kernels=[("other", 1.0)]), peer)
 
 
@@ -96,7 +96,7 @@ def test_contenders_take_turns(monkeypatch):
     assert [(row["p20"], row["median"], row["p80"]) for row in rows[:2]] == [(6,) * 3, (3,) * 3]
     assert rows[2] == dict(name="absent", reason="ZeroDivisionError: division by zero")
     assert re.search(r"6000.00 \(6000.00, 6000.00\) \| n/a", bench.contest_table("float32", rows))
-    with pytest.raises(files.UserError, match="--only nothing"):
+    with pytest.raises(errors.UserError, match="--only nothing"):
         bench.contest(contenders, "nothing", {}, torch.device("cpu"), 3)
 
 
@@ -234,7 +234,7 @@ def record_of(monkeypatch, tmp_path, *flags, losses=(4.0, 4.0), precisions=(0.7,
     monkeypatch.setattr(record, "dca_precision", lambda data, names: 0.6)
     monkeypatch.setattr(record, "compare_numerics", lambda *_: ({}, [] if row["accurate"] else ["far off"]))
     flags = [*flags, "--out", str(tmp_path), "--", "--device", "cpu"]
-    return files.exit_code(record.main, flags, "record.py")
+    return errors.exit_code(record.main, flags, "record.py")
 
 
 STEP, LEARN = ("step", "--quick"), ("learn", "--data", "families")

@@ -2,7 +2,7 @@
 ask."""
 import pytest
 
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from tiny_openfold.proteins import files
 
 CODES = dict(zip("ACDEFGHIKLMNPQRSTVWYmsu", (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from tests.properties import cases
 from tests.proteins.structures import letters, one_line_error, read_alignment, write
 from tiny_openfold.proteins import files

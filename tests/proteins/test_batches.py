@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from tests.support import GOING_ON
 from tests.tiny import model_of, settings_of, trainer_of
 from tiny_openfold.proteins import batches, contacts, structure_metrics

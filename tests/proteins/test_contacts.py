@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.evaluations import Evaluation
-from fusion_lab.training.files import UserError
 from tiny_openfold.proteins import evaluation, files, maps
 from tiny_openfold.proteins.contacts import Prediction
 from tiny_openfold.proteins.evaluation import write_map

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from tests import tiny
 from tiny_openfold.proteins import batches, folds, natural
 from tiny_openfold.proteins.folds import APART, EVERY, MISSING, RealFolds

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.counters import OpCounter
 from fusion_lab.training.checkpoints import snapshot
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.models import read_model
 from tests.proteins import structures
 from tests.support import code_of

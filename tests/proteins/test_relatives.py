@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.models import read_model
 from tests.proteins import structures
 from tests.support import require_shared

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fusion_lab.rocm import wrapper
-from fusion_lab.training import files
+from fusion_lab.training import errors
 from tests.rocm.fake_rocm.machine import FAKES, RELEASES, TOOLS
 
 
@@ -48,4 +48,4 @@ def machine(tmp_path, installations, monkeypatch):
         monkeypatch.chdir(workplace)
         return workplace
     yield prepare
-    files.release()  # what wrappers hold in this process
+    errors.at_end.close()  # what wrappers hold in this process

@@ -6,7 +6,7 @@ import pytest
 
 from fusion_lab.rocm import all_profilers
 from fusion_lab.rocm.session import Outcome
-from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK
+from fusion_lab.training.errors import FAILED, MISSING, NO_GPU, OK
 from tests.rocm.fake_rocm.machine import FAKES, ODD_FLAGS, recorded, start
 
 

@@ -2,7 +2,7 @@
 import pytest
 
 from fusion_lab.rocm import failures, preflight
-from fusion_lab.training.files import FAILED, MISSING
+from fusion_lab.training.errors import FAILED, MISSING
 
 
 @pytest.mark.parametrize("said, code, words", [

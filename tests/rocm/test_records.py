@@ -6,7 +6,7 @@ import pytest
 
 from fusion_lab.rocm import records
 from fusion_lab.rocm.kernel_summary import render, summarize
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from tests.rocm.fake_rocm import common
 from tests.rocm.fake_rocm.machine import csv, run_of, start
 

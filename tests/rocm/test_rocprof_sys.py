@@ -6,7 +6,7 @@ import re
 import pytest
 
 from fusion_lab.rocm import preflight
-from fusion_lab.training.files import NO_DATA, OK, PROGRAM_FAILED
+from fusion_lab.training.errors import NO_DATA, OK, PROGRAM_FAILED
 from tests.rocm.fake_rocm.machine import everywhere, start, wrapper
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from fusion_lab.training.files import NO_DATA, OK
+from fusion_lab.training.errors import NO_DATA, OK
 from tests.rocm.fake_rocm.machine import csv, everywhere, recorded, run_of, start, summary_of, wrapper
 
 

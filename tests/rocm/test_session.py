@@ -8,7 +8,7 @@ import pytest
 
 from fusion_lab.rocm import session
 from fusion_lab.rocm.session import Command, Outcome
-from fusion_lab.training.files import NO_GPU, PROGRAM_FAILED, TIMEOUT
+from fusion_lab.training.errors import NO_GPU, PROGRAM_FAILED, TIMEOUT
 from tests.rocm.fake_rocm.machine import FAKES, manifest, start, summary_of
 from tests.support import PATIENCE, ROOT, gone, wait_for
 

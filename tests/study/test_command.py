@@ -10,7 +10,7 @@ import time
 import pytest
 
 from fusion_lab.study import command, report
-from fusion_lab.training import files
+from fusion_lab.training import errors
 from tests.support import PATIENCE, ROOT, code_of, gone, wait_for
 
 FAKE = str(pathlib.Path(__file__).with_name("fake_program.py"))
@@ -219,7 +219,7 @@ def test_wrong_use(flags, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = code_of(command.main, "--program", FAKE, *flags)
     error = capsys.readouterr().err
-    assert code == (files.NO_GPU if "cuda" in words else files.USAGE), error
+    assert code == (errors.NO_GPU if "cuda" in words else errors.USAGE), error
     assert words in error and error.count("\n") == 1 and not os.listdir(tmp_path)
 
 

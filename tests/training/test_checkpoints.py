@@ -9,9 +9,9 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training.checkpoints import (
-    claim_outputs,
     load_run,
     optimizer_state,
+    outputs,
     read_checkpoint,
     refuse_leaks,
     restore,
@@ -19,7 +19,7 @@ from fusion_lab.training.checkpoints import (
     snapshot,
 )
 from fusion_lab.training.distributed import World
-from fusion_lab.training.files import USAGE, UserError
+from fusion_lab.training.errors import USAGE, UserError
 from tests import tiny
 from tests.training.test_resume import plain
 from tiny_openfold.proteins.batches import SyntheticProteins
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_model_says_with_which_flags_it_fits(tmp_path):
 def test_a_checkpoint_takes_no_name_of_other_results(name, tmp_path):
     trainer = trainer_of(save_checkpoint=str(tmp_path / name))
     with pytest.raises(UserError, match="--save-checkpoint .* names other results"):
-        claim_outputs(trainer, None)
+        outputs(trainer)
     assert not list(tmp_path.iterdir())
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fusion_lab.training import cuda_graphs
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 
 
 @pytest.mark.parametrize("error, kind, words", [

@@ -2,7 +2,7 @@
 import pytest
 
 from fusion_lab.training import torchrun
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.torchrun import Place
 
 

@@ -9,15 +9,16 @@ import time
 import pytest
 import torch
 
-from fusion_lab.training import files
-from fusion_lab.training.files import UserError
+from fusion_lab.training import errors, files
+from fusion_lab.training.directory import Directory
+from fusion_lab.training.errors import UserError
 from tests.support import ROOT
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_held_afterwards():
     yield
-    files.release()
+    errors.at_end.close()
 
 
 def raiser(error):
@@ -42,7 +43,7 @@ class OutOfMemoryError(RuntimeError):
     (OSError(2, "No such file", "data.a3m"), 2, "data.a3m")],
     ids=lambda value: type(value).__name__)
 def test_expected_failures_are_a_line_and_a_code(error, code, word, capsys):
-    assert files.exit_code(raiser(error), [], "p") == code
+    assert errors.exit_code(raiser(error), [], "p") == code
     error = capsys.readouterr().err
     assert word in error and error.startswith("p: error: ") and error.count("\n") == 1
 
@@ -50,19 +51,19 @@ def test_expected_failures_are_a_line_and_a_code(error, code, word, capsys):
 def test_mistakes_of_ours_are_not_hidden_and_success_is_silent(capsys):
     for error in (RuntimeError("a mistake"), ValueError("another")):
         with pytest.raises(type(error)):
-            files.exit_code(raiser(error), [], "p")
-    assert files.exit_code(lambda argv: len(argv), ["a", "b"], "p") == 2 and capsys.readouterr().err == ""
+            errors.exit_code(raiser(error), [], "p")
+    assert errors.exit_code(lambda argv: len(argv), ["a", "b"], "p") == 2 and capsys.readouterr().err == ""
 
 
 BEGIN = f"""
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
-from fusion_lab.training import files
+from fusion_lab.training import errors, files
 from fusion_lab.training.flags import Parser
 """
 PRINTING = BEGIN + """
 run = Parser(prog="p").parse_args if "--help" in sys.argv else lambda argv: print("x" * 10 ** 6) or 0
-sys.exit(files.exit_code(run, sys.argv[1:], "p"))
+sys.exit(errors.exit_code(run, sys.argv[1:], "p"))
 """
 
 
@@ -75,11 +76,11 @@ def test_a_full_disk_or_a_closed_pipe_behind_the_output_ends_without_a_traceback
             1, "p: error: the output cannot be written: the disk is full\n")
     done = subprocess.run(f'{sys.executable} -c "$CODE" | head -c 1; exit ${{PIPESTATUS[0]}}', shell=True,
                           executable="/bin/bash", env={**os.environ, "CODE": PRINTING}, capture_output=True)
-    assert done.returncode == files.CLOSED_PIPE and done.stderr == b""
+    assert done.returncode == errors.CLOSED_PIPE and done.stderr == b""
 
 
 CLOSED = BEGIN + """
-files.quiet(__name__)
+errors.quiet(__name__)
 with open(sys.argv[1], "w"):
     print("to stdout", flush=True)
     print("to stderr", file=sys.stderr, flush=True)
@@ -100,14 +101,14 @@ def test_what_is_closed_stays_silent_and_no_file_takes_its_place(closed, out, er
 
 def test_the_first_signal_asks_and_the_second_one_acts():
     before = signal.getsignal(signal.SIGTERM)
-    with files.StopRequest() as stop:
+    with errors.StopRequest() as stop:
         assert stop.signal is None
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == signal.SIGTERM and signal.getsignal(signal.SIGTERM) == before
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
-    with files.StopRequest(patient=True) as stop:  # where several processes may pass on one signal twice
+    with errors.StopRequest(patient=True) as stop:  # where several processes may pass on one signal twice
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
             os.kill(os.getpid(), number)
             assert stop.signal == number
@@ -118,7 +119,7 @@ def test_a_signal_that_is_ignored_stays_so(monkeypatch):
     """As nohup has it for SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with files.StopRequest() as stop:
+        with errors.StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             assert stop.signal is None and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
@@ -186,9 +187,9 @@ def test_a_directory_with_results_is_refused_kept_or_set_aside(named, force, res
     (path / "old").write_text("")
     if result == "refused":
         with pytest.raises(UserError, match="--force"):
-            files.claim(path, named, force, resumed)
+            Directory(path, named, force).claim(resumed)
     else:
-        files.claim(path, named, force, resumed)
+        Directory(path, named, force).claim(resumed)
     assert path.is_dir() and (path / "old").exists() == (result != "aside")
     assert len(list(tmp_path.glob("d.old-*/old"))) == (result == "aside")
 
@@ -197,7 +198,7 @@ def test_the_directory_one_is_in_is_not_set_aside(tmp_path, monkeypatch):
     (tmp_path / "d" / "e").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "d" / "e")
     with pytest.raises(UserError, match="the current directory is in it"):
-        files.claim("..", named=True, force=True)
+        Directory("..", named=True, force=True).claim()
 
 
 def test_what_is_set_aside_never_replaces_anything(tmp_path):

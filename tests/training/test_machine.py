@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion_lab.training import machine
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.machine import choose_device
 
 CPU = torch.device("cpu")

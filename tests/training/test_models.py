@@ -9,7 +9,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab import commands
 from fusion_lab.training import checkpoints, models
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from tests.tiny import model_of, save_model, trainer_of
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import tests.second_program as second
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.program import load_program
 from tests.support import ROOT
 

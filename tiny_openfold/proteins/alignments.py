@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from tiny_openfold.proteins import containers
 
 SYMBOLS = "ACDEFGHIKLMNPQRSTVWY" + "JOX?*" + "-.~" + "BZU"  # that a sequence may hold, in either case

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from fusion_lab.training import torchrun
-from fusion_lab.training.files import UserError, printable
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.program import Data
+from fusion_lab.training.words import printable
 from tiny_openfold.proteins import evaluation, files
 from tiny_openfold.proteins.files import GAP, MASK, Protein
 from tiny_openfold.proteins.folds import Folds, Piece, RealFolds

@@ -7,7 +7,7 @@ import importlib
 import re
 import sys
 
-from fusion_lab.training.files import MISSING, UserError
+from fusion_lab.training.errors import MISSING, UserError
 
 STRUCTURE = "a PDB or mmCIF file with atoms"
 PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma"}  # first bytes: module of Python

@@ -6,8 +6,10 @@ from importlib.util import find_spec
 from tqdm import tqdm
 
 from fusion_lab.measuring.plotting import require_matplotlib, spared
+from fusion_lab.training.errors import UserError
 from fusion_lab.training.evaluations import Evaluation, evaluating
-from fusion_lab.training.files import UserError, counted, printable, set_aside
+from fusion_lab.training.files import set_aside
+from fusion_lab.training.words import counted, printable
 from tiny_openfold.proteins import maps
 from tiny_openfold.proteins.contacts import SEPARATION, Prediction, distance_lddt, run_model
 from tiny_openfold.proteins.relatives import relative

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fusion_lab.training.files import MISSING, UserError
+from fusion_lab.training.errors import MISSING, UserError
 from tiny_openfold.proteins import (  # noqa: F401  for those who read files
     AMINO_ACIDS,
     GAP,

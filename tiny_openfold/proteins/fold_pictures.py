@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from fusion_lab.measuring.plotting import require_matplotlib
-from fusion_lab.training.files import counted, write_text
+from fusion_lab.training.files import write_text
+from fusion_lab.training.words import counted
 from tiny_openfold.proteins import maps
 from tiny_openfold.proteins.geometry import CA
 from tiny_openfold.proteins.relatives import cautions, kinship

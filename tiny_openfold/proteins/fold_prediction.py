@@ -5,7 +5,8 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from fusion_lab.training.files import FAILED, UserError, counted
+from fusion_lab.training.errors import FAILED, UserError
+from fusion_lab.training.words import counted
 from tiny_openfold.proteins import confidence, fold_energy, fold_pictures, folding, structure_files
 from tiny_openfold.proteins.geometry import CA
 from tiny_openfold.proteins.orientations import BINS

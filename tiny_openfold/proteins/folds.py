@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusion_lab.training.files import UserError, counted
+from fusion_lab.training.errors import UserError
+from fusion_lab.training.words import counted
 from tiny_openfold.proteins.contacts import CONTACT_DISTANCE, SEPARATION
 from tiny_openfold.proteins.geometry import CA, CB, C, N
 

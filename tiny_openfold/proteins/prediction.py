@@ -16,13 +16,16 @@ from importlib.util import find_spec
 import numpy as np
 
 from fusion_lab.measuring.plotting import spared
-from fusion_lab.training import files as outputs
+from fusion_lab.training import errors
 from fusion_lab.training.checkpoints import understanding
-from fusion_lab.training.files import UserError, counted, printable
+from fusion_lab.training.directory import Directory
+from fusion_lab.training.errors import UserError
+from fusion_lab.training.files import finite, read_json, set_aside, write_atomically, write_json, write_text
 from fusion_lab.training.machine import GIGABYTE, amp_dtype, choose_device, free_memory, process_settings
 from fusion_lab.training.models import read_model
 from fusion_lab.training.options import flag
 from fusion_lab.training.reporting import print_result
+from fusion_lab.training.words import counted, printable
 from tiny_openfold.proteins import files, maps
 from tiny_openfold.proteins.batches import MOST_EXTRA, assemble, require_coordinates
 from tiny_openfold.proteins.coevolution import FEATURES, mean_field_dca
@@ -91,24 +94,24 @@ def predict(program, settings, mode, work):
         protein = read_protein(training, paths[0])  # what is wrong with it is told before a model is read
         headline, path = Predictor(program, settings, mode).write(protein, paths[0], work)
         print_result(headline, path, settings)
-        return outputs.OK
+        return errors.OK
     predictor, told, started = Predictor(program, settings, mode), {}, time.monotonic()
     summary = os.path.join(predictor.directory, f"{mode}.jsonl")
-    outputs.set_aside(summary)
+    set_aside(summary)
 
     def one(path):
         print(f"\n[{len(told) + 1} of {len(paths)}] {printable(path)}")
         told[path], _ = predictor.write(read_protein(training, path), path, work)
-        return outputs.OK
+        return errors.OK
 
     for number, path in enumerate(paths, 1):
-        code, reason = outputs.ending(one, path)
+        code, reason = errors.ending(one, path)
         if code > 128:  # interrupted, or nobody reads any more
             return code
         if code:
             told[path] = dict(mode=mode, name=name_of(path), error=reason)
-            outputs.say_why(program.name, reason)
-        outputs.write_text(summary, "".join(f"{json.dumps(headline)}\n" for headline in told.values()))
+            errors.say_why(program.name, reason)
+        write_text(summary, "".join(f"{json.dumps(headline)}\n" for headline in told.values()))
         failed = [path for path, headline in told.items() if "error" in headline]
         seconds, good = time.monotonic() - started, number - len(failed)
         left = f"; the rest may take {seconds / good * (len(paths) - number):.0f} s" if good else ""
@@ -119,7 +122,7 @@ def predict(program, settings, mode, work):
         print(f"Means of all: {', '.join(f'{name} {value:.3f}' for name, value in means.items())}")
     print_result(dict(mode=mode, predicted=good, failures=len(failed), failed=failed, means=means), summary,
                  settings)
-    return outputs.FAILED if failed else outputs.OK
+    return errors.FAILED if failed else errors.OK
 
 
 def means_of(headlines):
@@ -194,7 +197,7 @@ class Predictor:
                 in_tokens(sequences)
         self.config, self.card, self.dtype = saved.config, saved.card, amp_dtype(training, self.device)
         self.directory = training.output or mode
-        outputs.claim(self.directory, resumed=True, flag="-o")  # beside other predictions
+        Directory(self.directory, flag="-o").claim(resumed=True)  # beside other predictions
         self.model = program.model(self.config, program.fusion_config())
         self.model.load_state_dict(saved.weights)
         self.model.to(self.device).eval()
@@ -225,7 +228,7 @@ class Predictor:
         output = run_model(self.model, batch, self.device, self.dtype, OUTPUTS)
         if not all(values.isfinite().all() for values in output.values()):
             raise UserError("the model's predictions are not finite: nothing is written"
-                            + "; leave out --use-amp" * (self.dtype is not None), code=outputs.FAILED)
+                            + "; leave out --use-amp" * (self.dtype is not None), code=errors.FAILED)
         seconds = time.monotonic() - started
         result = dict(
             mode=self.mode, name=protein.name, residues=protein.length, rows=len(protein.msa), rows_used=rows,
@@ -315,8 +318,8 @@ def finish(stem, result, writers, draw):
         with spared(f"picture {stem}.png"):
             draw(f"{stem}.png")
             result["files"].append(f"{stem}.png")
-    result = outputs.finite(result)
-    outputs.write_json(f"{stem}.json", result)
+    result = finite(result)
+    write_json(f"{stem}.json", result)
     os.unlink(stem + UNFINISHED)
     print(f"Written: {', '.join(map(printable, [*result['files'], f'{stem}.json']))}")
     return {key: result[key] for key in HEADLINE if key in result}, f"{stem}.json"
@@ -329,11 +332,11 @@ def set_aside_earlier(stem, suffixes):
     named = set()
     for path in (f"{stem}.json", stem + UNFINISHED):
         with contextlib.suppress(UserError, KeyError, TypeError):  # there is none, or it is not ours
-            named.update(map(os.path.basename, outputs.read_json(path)["files"]))
+            named.update(map(os.path.basename, read_json(path)["files"]))
     paths = [stem + suffix for suffix in SUFFIXES
              if suffix in suffixes or os.path.basename(stem + suffix) in named]
-    outputs.write_json(stem + UNFINISHED, dict(files=paths))
-    moved = [outputs.set_aside(path) for path in paths]
+    write_json(stem + UNFINISHED, dict(files=paths))
+    moved = [set_aside(path) for path in paths]
     if any(moved):
         print(f"Earlier files of this name are called {', '.join(map(printable, filter(None, moved)))} now")
 
@@ -341,7 +344,7 @@ def set_aside_earlier(stem, suffixes):
 def write_arrays(path, found):
     """For numpy.load: probability and distances (L, L), sequence, numbers (L,), name."""
     protein = found.protein
-    outputs.write_atomically(path, lambda file: np.savez_compressed(
+    write_atomically(path, lambda file: np.savez_compressed(
         file, probability=found.probability, distances=found.distances,
         sequence=protein.sequence, numbers=np.array(protein.numbers, str), name=protein.name))
 
@@ -357,7 +360,7 @@ def write_rr(path, found, result):
              *(sequence[start:start + 50] for start in range(0, len(sequence), 50)),
              *(f"{i} {j} 0 {CONTACT_DISTANCE:g} {probability:.5f}" for i, j, probability, _ in found.best()),
              "END", ""]
-    outputs.write_text(path, "\n".join(lines))
+    write_text(path, "\n".join(lines))
 
 
 # --- What is printed ------------------------------------------------------------------------------------

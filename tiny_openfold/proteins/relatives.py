@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fusion_lab.training.files import UserError, counted, printable
+from fusion_lab.training.errors import UserError
+from fusion_lab.training.words import counted, printable
 from tiny_openfold.proteins import AMINO_ACIDS, GAP, LETTERS, TOKENS, UNKNOWN
 from tiny_openfold.proteins.coevolution import row_weights
 from tiny_openfold.proteins.maps import runs, stretches

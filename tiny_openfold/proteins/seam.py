@@ -1,8 +1,8 @@
 """What the lab asks of the Evoformer beside its numbers."""
 import torch
 
-from fusion_lab.training.files import counted
 from fusion_lab.training.program import Model
+from fusion_lab.training.words import counted
 from tiny_openfold.layers import attention_choice, kernel_switches
 from tiny_openfold.proteins import costs
 from tiny_openfold.proteins.fast_evoformer import Plan
