@@ -164,7 +164,7 @@ from tiny_openfold.layers import attention_choice
 from tiny_openfold.layers.custom_gradients import LinearReLU, TriangleProduct, recomputed, summed_rows
 from tiny_openfold.layers.packing import PackedProjections
 from tiny_openfold.proteins import CONTACT_DISTANCE, TOKENS, coevolution, fast_evoformer
-from tiny_openfold.proteins.orientations import ORIENTATION_WEIGHT, OrientationHead, mean
+from tiny_openfold.proteins.orientations import OrientationHead, mean, orientation_loss
 from tiny_openfold.proteins.seam import EvoformerForLab
 
 # --------------------------------------------------------------------------------------------------------
@@ -252,6 +252,7 @@ def head_bias(projection, x):
 
 class FusedMSARowAttention(GatedAttention):
     """Alg. 7: attention within each alignment row, biased by the pair representation."""
+    dropout_dim = 1  # all rows share what is dropped, see FusedEvoformerBlock.drop
 
     def __init__(self, config, fusion):
         super().__init__(config.msa_dim, config.msa_heads, fusion.enable_qkv_fusion_msa, fusion)
@@ -360,6 +361,7 @@ class FusedTriangleMultiplication(PackedProjections):
     DISCREPANCY: the hidden width is pair_dim (AF2: 128, which is also its pair_dim)."""
     SIDES, GATES = ("left_proj", "right_proj"), ("left_gate", "right_gate")
     PACKINGS = dict(left_right_proj=SIDES, left_right_gate=GATES, left_right_all=(*SIDES, *GATES))
+    dropout_dim = 1
 
     def __init__(self, config, fusion, outgoing):
         super().__init__()
@@ -404,7 +406,7 @@ class FusedTriangleAttention(GatedAttention):
 
     def __init__(self, config, fusion, starting):
         super().__init__(config.pair_dim, config.pair_heads, fusion.enable_qkv_fusion_triangle, fusion)
-        self.starting = starting
+        self.starting, self.dropout_dim = starting, 1 if starting else 2
         self.triangle_bias_proj = linear(config.pair_dim, config.pair_heads, bias=False)
 
     def forward(self, pair, seq_mask=None):
@@ -449,20 +451,22 @@ class FusedEvoformerBlock(nn.Module):
         """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair)."""
         if self.fast:
             return fast_evoformer.run_block(self, msa, pair, seq_mask, row_mask)
-        msa = msa + self.drop(self.msa_row_attention(msa, pair, seq_mask), dim=1)
+        msa = msa + self.drop(self.msa_row_attention, msa, pair, seq_mask)
         msa = msa + self.msa_column_attention(msa, row_mask)
         msa = msa + self.msa_transition(msa)
         pair = pair + self.outer_product_mean(msa, row_mask)
-        pair = pair + self.drop(self.triangle_mult_outgoing(pair, seq_mask), dim=1)
-        pair = pair + self.drop(self.triangle_mult_incoming(pair, seq_mask), dim=1)
-        pair = pair + self.drop(self.triangle_attn_starting(pair, seq_mask), dim=1)
-        pair = pair + self.drop(self.triangle_attn_ending(pair, seq_mask), dim=2)
+        pair = pair + self.drop(self.triangle_mult_outgoing, pair, seq_mask)
+        pair = pair + self.drop(self.triangle_mult_incoming, pair, seq_mask)
+        pair = pair + self.drop(self.triangle_attn_starting, pair, seq_mask)
+        pair = pair + self.drop(self.triangle_attn_ending, pair, seq_mask)
         pair = pair + self.pair_transition(pair)
         return msa, pair
 
-    def drop(self, update, dim):
-        """AF2's dropout: all positions along dim share what is dropped; 1 is row-wise, 2 column-wise."""
-        factors = self.dropout_factors(update, dim)
+    def drop(self, layer, *inputs):
+        """The layer's update after AF2's dropout: all positions along the layer's dropout_dim share what is
+        dropped; 1 is row-wise, 2 column-wise."""
+        update = layer(*inputs)
+        factors = self.dropout_factors(update, layer.dropout_dim)
         return update if factors is None else update * factors
 
     def dropout_factors(self, x, dim):
@@ -479,7 +483,6 @@ class FusedEvoformerBlock(nn.Module):
 MAX_OFFSET = 32  # relative positions are clipped here: 65 bins
 DISTANCE_BREAKS = np.linspace(2.3125, 21.6875, 63)  # Å; 64 bins
 DISTANCE_CENTRES = np.append(DISTANCE_BREAKS - 0.15625, DISTANCE_BREAKS[-1] + 0.15625)  # Å
-LOSSES = dict(distogram_loss=1, orientation_loss=ORIENTATION_WEIGHT, masked_msa_loss=0.1)  # and their weights
 CONTACT_BINS = int((DISTANCE_BREAKS <= CONTACT_DISTANCE).sum())  # bins that lie wholly below it
 
 
@@ -567,20 +570,24 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
 
     def heads(self, msa, pair, only_loss=False, coords=None, coord_mask=None, msa_targets=None,
               orientations=None):
-        """What forward() returns, from the last block's output."""
+        """What forward() returns, from the last block's output. `losses` are the summands of `loss`."""
         logits = self.distogram_head(pair)  # (B, S, S, 64), a bin each
         logits = (logits + logits.transpose(1, 2)).to(at_least_float32(logits.dtype))
         result = {} if only_loss else self.predictions(msa, pair, logits, differentiable=coords is None)
+        losses = {}
         if coords is not None:
-            result["distogram_loss"] = self.distogram_loss(logits, coords, coord_mask)
+            losses["distogram_loss"] = self.distogram_loss(logits, coords, coord_mask)
         if self.orientation_head:
-            result |= self.orientation_head(pair, orientations, only_loss)
+            angles = self.orientation_head(pair)
+            result |= {} if only_loss else angles
+            if orientations is not None:
+                losses["orientation_loss"] = orientation_loss(angles, orientations)
         if msa_targets is not None:
-            result["masked_msa_loss"] = self.masked_msa_loss(msa, msa_targets, logits.dtype)
-        terms = [result[name] if weight == 1 else weight * result[name]
-                 for name, weight in LOSSES.items() if name in result]
-        if terms:  # each a mean over its loss_counts(), by which several processes weigh them
-            result |= dict(loss=sum(terms[1:], terms[0]), loss_terms=torch.stack(terms))
+            losses["masked_msa_loss"] = self.masked_msa_loss(msa, msa_targets, logits.dtype)
+        if losses:
+            first, *others = (each.weighted() for each in losses.values())
+            result |= dict({name: each.value for name, each in losses.items()}, loss=sum(others, first),
+                           losses=losses)
         return result
 
     def predictions(self, msa, pair, logits, differentiable):
@@ -599,18 +606,9 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
         return mean((nll * known).sum(-1), known.sum(-1))  # in two sums: one over S * S numbers is slow
 
     def masked_msa_loss(self, msa, msa_targets, dtype):
-        """Cross entropy of the hidden letters, a mean over them."""
+        """Cross entropy of the hidden letters, a mean over them; it counts a tenth."""
         logits = self.masked_msa_head(msa).flatten(0, 2).to(dtype)  # (B * N * S, 23)
-        return mean(F.cross_entropy(logits, msa_targets.flatten(), reduction="sum"), msa_targets >= 0)
-
-    @staticmethod
-    def loss_counts(msa_targets=None, coords=None, coord_mask=None, orientations=None, **_):
-        """How many pairs and letters of a batch each term of the loss averages."""
-        counts = dict(
-            distogram_loss=None if coords is None else coord_mask.sum(dim=1).square().sum(),
-            orientation_loss=None if orientations is None else (orientations[..., 0] >= 0).sum(),
-            masked_msa_loss=None if msa_targets is None else (msa_targets >= 0).sum())
-        return torch.stack([counts[name] for name in LOSSES if counts[name] is not None])
+        return mean(F.cross_entropy(logits, msa_targets.flatten(), reduction="sum"), msa_targets >= 0, 0.1)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -670,8 +668,7 @@ class Trainer:
         return loss
 
     def eager_step(self, batch, mark=lambda: None):
-        weight = self.world.weight(self.model, batch)  # 1, unless several ranks share a step
-        loss = self.world.weighted(self.forward(batch, only_loss=True), weight)
+        loss = self.world.share(self.forward(batch, only_loss=True))  # all of it, in one process
         mark()
         self.scaler.scale(loss).backward()
         mark()

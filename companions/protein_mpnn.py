@@ -26,7 +26,7 @@ errors.quiet(__name__)
 from evoformer_kernels.limits import CHANNELS, HAS_TRITON, runs
 from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
-from fusion_lab.training.program import Cost, Model, Program
+from fusion_lab.training.program import Cost, Loss, Model, Program
 
 
 @dataclass(frozen=True)
@@ -296,15 +296,13 @@ class ProteinMPNN(nn.Module, Model):
         counts = self.asked(mask, targets)
         targets = S if targets is None else targets.clamp(min=0)
         nll = -log_probs.gather(2, targets[:, :, None])[:, :, 0]
-        return dict(log_probs=log_probs, loss=(nll * counts).sum() / counts.sum().clamp(min=1))
+        count = counts.sum()
+        loss = (nll * counts).sum() / count.clamp(min=1)
+        return dict(log_probs=log_probs, loss=loss, losses=dict(loss=Loss(loss, count)))
 
     @staticmethod
     def asked(mask, targets):
         return mask if targets is None else mask * (targets >= 0)
-
-    def loss_counts(self, mask, targets=None, **_):
-        """Of a batch: of how many residues the loss is the mean; for several GPUs."""
-        return self.asked(mask, targets).sum()
 
     def layer(self, module, *inputs):
         return recomputed(self.fusion.enable_activation_checkpointing, module, *inputs,

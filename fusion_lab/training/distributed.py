@@ -28,22 +28,18 @@ class World:
         self.rank, self.size, self.device, self.messages = rank, size, device, 0
         self.first = rank == 0  # the rank that prints and writes
 
-    def weight(self, model, batch):
-        """What this rank's loss, or each summand of it, weighs in the loss of all samples."""
-        if self.size == 1:
-            return 1
-        counts = model.loss_counts(**batch)  # before the forward pass, when ranks wait least for each other
-        if counts is None:
-            return 1 / self.size
-        of_all = counts.clone()
-        torch.distributed.all_reduce(of_all)
-        return counts / of_all.clamp(min=1)
-
-    def weighted(self, output, weight):
-        """This rank's share of the loss of all samples, of which the ranks' shares are the sum."""
+    def share(self, output):
+        """This rank's share of the loss of all samples, from what its model returned: each summand is a mean
+        over all that the ranks have."""
         if self.size == 1:
             return output["loss"]
-        return (output.get("loss_terms", output["loss"]) * weight).sum()
+        if "losses" not in output:
+            return output["loss"] * (1 / self.size)
+        losses = output["losses"].values()
+        counts = torch.stack([loss.count for loss in losses])
+        of_all = counts.clone()
+        torch.distributed.all_reduce(of_all)
+        return (torch.stack([loss.weighted() for loss in losses]) * (counts / of_all.clamp(min=1))).sum()
 
     def add_up(self, tensors):
         """Make each of these the sum over all ranks, by one exchange; a CUDA graph may hold it."""

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from fusion_lab import commands
 from fusion_lab.training.errors import UserError
@@ -20,10 +21,20 @@ DEFAULT_PROGRAM = os.path.join(ROOT, "tiny_openfold_v2.py")
 PARTS = ("model", "training", "fusion", "profiler")
 
 
+class Loss(NamedTuple):
+    """A summand of a model's loss: a mean over so many parts of a batch, by which ranks weigh it."""
+    value: Any  # both (), tensors
+    count: Any
+    weight: float = 1
+
+    def weighted(self):
+        return self.value if self.weight == 1 else self.weight * self.value
+
+
 class Model:
     """What the lab asks of a model beside torch.nn.Module: class Mine(nn.Module, Model). It is made by
     Mine(config, fusion); forward takes a batch's entries by name and returns a dict of tensors with
-    "loss"."""
+    "loss". For several ranks it adds "losses", {name: Loss}, unless the loss is a mean over samples."""
     SUBLAYERS = ()  # their names, in the order in which a step runs them
 
     def sublayers(self):
@@ -35,13 +46,9 @@ class Model:
         """forward() for a training step, which needs the loss alone."""
         return self(**batch)
 
-    def loss_counts(self, **batch):
-        """For several ranks: what the loss is a mean over, (1,), or a count for each of the summands that
-        forward returned as "loss_terms"; None: the samples."""
-
     def defined(self, output, batch):
         """{name: tensor} of what forward returned, 0 where a mask of the batch hides it."""
-        return dict(output)
+        return {name: tensor for name, tensor in output.items() if name != "losses"}
 
     def shake(self):
         """Weights got noise: keep kinks, such as a ReLU's, away from 0, where rounding would decide."""

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -131,10 +132,12 @@ def test_a_loss_is_that_of_its_parts_by_their_counts(file):
     batch = program.data(settings).batch(0)
     next(batch[key] for key in ("coord_mask", "mask") if key in batch)[0, ::2] = 0
     parts = [{key: value[rank:rank + 1] for key, value in batch.items()} for rank in range(3)]
-    counts = [model.loss_counts(**part) for part in parts]
     whole, parts = model(**batch)["loss"].item(), [model(**part) for part in parts]
-    found = sum((part.get("loss_terms", part["loss"]) * count / sum(counts)).sum().item()
-                for part, count in zip(parts, counts, strict=True))
+    counts = Counter()
+    for part in parts:
+        counts.update({name: loss.count.item() for name, loss in part["losses"].items()})
+    found = sum((loss.weighted() * loss.count / counts[name]).item()
+                for part in parts for name, loss in part["losses"].items())
     assert found == pytest.approx(whole, rel=1e-6)
     assert sum(part["loss"].item() for part in parts) / 3 != pytest.approx(whole, rel=1e-4)
 

@@ -13,7 +13,7 @@ from tests.proteins.test_batches import family, real
 from tests.tiny import model_of, save_model, settings_of
 from tiny_openfold.proteins import geometry, orientations
 from tiny_openfold.proteins.geometry import CA, CB, N
-from tiny_openfold.proteins.orientations import BINS, UNKNOWN, OrientationHead, bins_of
+from tiny_openfold.proteins.orientations import BINS, UNKNOWN, OrientationHead, bins_of, orientation_loss
 
 
 @pytest.fixture
@@ -77,15 +77,13 @@ def test_loss_against_a_hand_count():
     pair[0, 0, 1, 25 + 5] = math.log(2)   # theta of (0, 1), not of (1, 0)
     pair[0, 1, 0, 50 + 12] = math.log(3)  # phi of (1, 0)
     pair[0, 2] = torch.arange(63.0)       # of pairs that nobody knows
-    found = head(pair, bins)
+    found, loss = head(pair), orientation_loss(head(pair), bins)
     omega, theta, phi = 2 * math.log(28 / 4), math.log(26 / 2) + math.log(25), math.log(13) + math.log(15 / 3)
-    assert found["orientation_loss"].item() == pytest.approx((omega + theta + phi) / 2, rel=1e-5)
+    assert loss.value.item() == pytest.approx((omega + theta + phi) / 2, rel=1e-5) and loss.count == 2
     assert {name: found[name].shape[-1] for name in BINS} == BINS
     assert torch.equal(found["omega"], found["omega"].transpose(1, 2))
     assert found["theta"][0, 0, 1].argmax() == 5 and found["theta"][0, 1, 0].abs().max() == 0
-    assert set(head(pair, bins, only_loss=True)) == {"orientation_loss"}
-    assert set(head(pair)) == set(BINS)
-    nobody = head(pair.requires_grad_(), torch.full_like(bins, UNKNOWN), only_loss=True)["orientation_loss"]
+    nobody = orientation_loss(head(pair.requires_grad_()), torch.full_like(bins, UNKNOWN)).value
     nobody.backward()
     assert nobody.item() == 0 and pair.grad.abs().max() == 0  # a batch without a known pair costs nothing
 
@@ -95,12 +93,12 @@ def test_the_model_adds_a_weighted_term_that_ranks_can_weigh():
     batch = tof.PROGRAM.data(settings_of(orientations=True)).check_batch()
     found = model(**batch)
     parts = [found["distogram_loss"], 0.3 * found["orientation_loss"],
-             tof.LOSSES["masked_msa_loss"] * found["masked_msa_loss"]]
+             0.1 * found["masked_msa_loss"]]
     assert found["orientation_loss"].item() == pytest.approx(2 * math.log(25) + math.log(13))
-    torch.testing.assert_close(found["loss_terms"], torch.stack(parts))
+    torch.testing.assert_close([loss.weighted() for loss in found["losses"].values()], parts)
     torch.testing.assert_close(found["loss"], sum(parts))
-    counts = model.loss_counts(**batch)
-    assert counts.tolist() == [8 ** 2 + 6 ** 2, 8 ** 2 + 6 ** 2, (batch["msa_targets"] >= 0).sum()]
+    counts = [loss.count for loss in found["losses"].values()]
+    assert counts == [8 ** 2 + 6 ** 2, 8 ** 2 + 6 ** 2, (batch["msa_targets"] >= 0).sum()]
     del batch["orientations"]
     without = model(**batch)  # which works, too
     torch.testing.assert_close(without["loss"], found["distogram_loss"] + parts[2])

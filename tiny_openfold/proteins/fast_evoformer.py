@@ -243,15 +243,18 @@ def make(plain, config, fusion, **kind):
 
 def run_block(block, msa, pair, seq_mask, row_mask):
     """Alg. 6 with twins: sub-layers add to the residual, and two hand on what they read."""
-    along_1, along_2 = (partial(block.dropout_factors, dim=dim) for dim in (1, 2))
-    msa, pair = block.msa_row_attention(msa, pair, seq_mask, onto=msa, dropout_factors=along_1)
+    def with_dropout(layer, *inputs, onto):
+        factors = partial(block.dropout_factors, dim=layer.dropout_dim)
+        return layer(*inputs, onto=onto, dropout_factors=factors)
+
+    msa, pair = with_dropout(block.msa_row_attention, msa, pair, seq_mask, onto=msa)
     msa = block.msa_column_attention(msa, row_mask, onto=msa)
     msa = block.msa_transition(msa, onto=msa)
     pair, msa = block.outer_product_mean(msa, row_mask, onto=pair)
-    pair = block.triangle_mult_outgoing(pair, seq_mask, onto=pair, dropout_factors=along_1)
-    pair = block.triangle_mult_incoming(pair, seq_mask, onto=pair, dropout_factors=along_1)
-    pair = block.triangle_attn_starting(pair, seq_mask, onto=pair, dropout_factors=along_1)
-    pair = block.triangle_attn_ending(pair, seq_mask, onto=pair, dropout_factors=along_2)
+    pair = with_dropout(block.triangle_mult_outgoing, pair, seq_mask, onto=pair)
+    pair = with_dropout(block.triangle_mult_incoming, pair, seq_mask, onto=pair)
+    pair = with_dropout(block.triangle_attn_starting, pair, seq_mask, onto=pair)
+    pair = with_dropout(block.triangle_attn_ending, pair, seq_mask, onto=pair)
     pair = block.pair_transition(pair, onto=pair)
     return msa, pair
 

@@ -17,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from evoformer_kernels.precision import at_least_float32
+from fusion_lab.training.program import Loss
 
 FAR = 20.0                    # Å between CB atoms; bin 0 is that far or farther
 WIDTH = math.radians(15)      # of all other bins
@@ -76,28 +77,29 @@ class OrientationHead(nn.Module):
         nn.init.zeros_(self.projection.weight)
         nn.init.zeros_(self.projection.bias)
 
-    def forward(self, pair, bins=None, only_loss=False):
-        """pair (B, S, S, c_z); bins (B, S, S, 3), UNKNOWN where nothing is known. Returns a dict: unless
-        only_loss, logits omega, theta, phi (B, S, S, bins); with bins, orientation_loss, 0 where none is
-        known."""
+    def forward(self, pair):
+        """pair (B, S, S, c_z) -> {omega, theta, phi: logits (B, S, S, bins)}."""
         logits = self.projection(pair)
         logits = logits.to(at_least_float32(logits.dtype))
         omega, theta, phi, _ = logits.split([*BINS.values(), SPARE], dim=-1)
-        found = dict(omega=omega + omega.transpose(1, 2), theta=theta, phi=phi)
-        losses = {}
-        if bins is not None:
-            bins = bins.long()
-            nll = sum(F.cross_entropy(angle.flatten(0, 2), bins[..., i].flatten(), ignore_index=UNKNOWN,
-                                      reduction="none").view(bins.shape[:3])
-                      for i, angle in enumerate(found.values()))
-            known = (bins[..., 0] >= 0).to(nll.dtype)  # the same pairs for all three
-            losses["orientation_loss"] = mean(nll.sum(-1), known.sum(-1))
-        return losses if only_loss else found | losses
+        return dict(omega=omega + omega.transpose(1, 2), theta=theta, phi=phi)
 
 
-def mean(nll, asked):
-    """A loss over what is asked for; 0 where nothing is."""
-    return nll.sum() / asked.sum().clamp(min=1)
+def orientation_loss(angles, bins):
+    """The sum of three cross entropies, a mean over the pairs that are known, as a Loss. angles: the head's
+    logits; bins (B, S, S, 3), UNKNOWN where nothing is known."""
+    bins = bins.long()
+    nll = sum(F.cross_entropy(logits.flatten(0, 2), bins[..., i].flatten(), ignore_index=UNKNOWN,
+                              reduction="none").view(bins.shape[:3])
+              for i, logits in enumerate(angles.values()))
+    known = (bins[..., 0] >= 0).to(nll.dtype)  # the same pairs for all three
+    return mean(nll.sum(-1), known.sum(-1), ORIENTATION_WEIGHT)
+
+
+def mean(nll, asked, weight=1):
+    """The Loss over what is asked for; 0 where nothing is."""
+    count = asked.sum()
+    return Loss(nll.sum() / count.clamp(min=1), count, weight)
 
 
 def bins_of(backbone):
