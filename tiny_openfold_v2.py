@@ -743,8 +743,9 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
 
 def train(program, settings, compare_with=None, min_speedup=None):
     """A training run from its start-up lines to its summary; returns its exit code."""
-    from fusion_lab.measuring import analysis, probe, ranges, summary
+    from fusion_lab.measuring import analysis, probe, summary
     from fusion_lab.measuring.metrics import Metrics, resumes
+    from fusion_lab.measuring.recorders import Profiling
     from fusion_lab.training import checkpoints, directory, evaluations, models, reporting
     # Make everything that a run needs. Whatever can be refused is refused here, before the first step
     earlier = summary.read_summary(compare_with) if compare_with else None
@@ -763,7 +764,7 @@ def train(program, settings, compare_with=None, min_speedup=None):
         findings, metrics = probe.warm_up(trainer, source, stop), Metrics(trainer, folder)
         recorded = settings.profiler if world.first else ProfilerConfig()  # one rank records
         num_steps = training.num_steps - trainer.step_number
-        with ranges.Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
+        with Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
             times = run_steps(trainer, source, profiling, findings, metrics, stop)
         # Write the summary before the last evaluation, which may fail, and again with it; say how it ended
         result = summary.summarise(trainer, findings, metrics.losses, profiling.untraced(times), stop.signal)

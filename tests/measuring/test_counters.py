@@ -6,12 +6,12 @@ import os
 import pytest
 import torch
 
-from fusion_lab.measuring import clocks
-from fusion_lab.measuring import ranges as ranges_module
+from fusion_lab.measuring import clocks, roctx
 from fusion_lab.measuring.clocks import PhaseTimer, RangeSums
 from fusion_lab.measuring.counters import OpCounter, saved_activations
 from fusion_lab.measuring.probe import Findings
-from fusion_lab.measuring.ranges import Profiling, ranges
+from fusion_lab.measuring.ranges import ranges
+from fusion_lab.measuring.recorders import OuterProfiler, Profiling
 from fusion_lab.measuring.tables import cell, markdown
 from fusion_lab.training.options import ProfilerConfig
 
@@ -154,15 +154,15 @@ def test_on_rocm_the_outer_profiler_is_reached_by_roctx(monkeypatch, capsys):
     said = []
     monkeypatch.setattr(torch.version, "hip", "6.4")
     for name in ("resume", "pause"):
-        monkeypatch.setattr(ranges_module.roctx, name, lambda name=name: said.append(name))
+        monkeypatch.setattr(roctx, name, lambda name=name: said.append(name))
     with outer_profiling(monkeypatch, said)[1]:
         pass
     assert said == ["resume", "wait", "pause"]
 
     def missing():
         raise OSError("no library")
-    monkeypatch.setattr(ranges_module.roctx, "resume", missing)
-    ranges_module.switch_outer_profiler(on=True)
+    monkeypatch.setattr(roctx, "resume", missing)
+    OuterProfiler().pause(on=True)
     assert "no profiler start and stop (no library)" in capsys.readouterr().out
     with Profiling(ProfilerConfig(enable_rocm_profiling=True), CPU, [], Findings({}, 1), 4) as profiling:
         with profiling.paused():
@@ -175,7 +175,7 @@ def test_on_rocm_the_outer_profiler_is_reached_by_roctx(monkeypatch, capsys):
 def test_the_last_steps_are_traced_and_those_before_are_not(steps, without, traced, untraced):
     """Between them is the one in which the profiler starts."""
     profiling = Profiling(ProfilerConfig(enable_pytorch_profiler=True), CPU, [], Findings({}, 1), steps)
-    assert (profiling.without, profiling.traced) == (without, traced)
+    assert (profiling.without, profiling.tracer.traced) == (without, traced)
     assert profiling.untraced(list(range(steps))) == list(range(untraced))
 
 
@@ -185,7 +185,7 @@ def test_a_cpu_s_steps_are_timed_by_range(tmp_path, capsys):
     layer, config = torch.nn.Linear(2, 2), ProfilerConfig(enable_pytorch_profiler=True,
                                                           profile_dir=str(tmp_path))
     with Profiling(config, CPU, [("layer", layer)], Findings({}, 1), 4) as profiling:
-        profiling.sums.clock = itertools.count().__next__
+        profiling.times.sums.clock = itertools.count().__next__
         for phase in ("forward", "backward", "data", "forward"):
             profiling.enter(phase)
             layer(torch.zeros(1, 2))
