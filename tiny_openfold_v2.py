@@ -120,7 +120,7 @@ class FusionConfig(Switches):
         c, training, products = settings.model, settings.training, products_of(settings.training, on_gpu)
         first = self.weight_first(training.batch_size, c.num_seqs, c.seq_len, c.outer_product_dim, products)
         auto = self.enable_flash_attention and self.attention_backend == "auto"
-        found = super().idle(settings, on_gpu) | {name: why for name, holds, why in (
+        reasons = super().idle(settings, on_gpu) | {name: why for name, holds, why in (
             ("enable_opm_fusion", self.enable_opm_fusion and not first,
              "opm-fusion changes nothing at these sizes"),
             ("attention_backend", self.attention_backend != "auto" and not self.enable_flash_attention,
@@ -132,7 +132,7 @@ class FusionConfig(Switches):
             ("enable_triton_weight_gradients",
              self.enable_triton_weight_gradients and not self.enable_torch_compile,
              "triton-weight-gradients needs torch.compile")) if holds}
-        return found | kernel_switches.idle_kernels(self, dict(
+        return reasons | kernel_switches.idle_kernels(self, dict(
             enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
             enable_triton_triangle=(c.pair_dim,), enable_triton_outer_layout=(c.outer_product_dim,),
             enable_triton_weight_gradients=(c.pair_dim,), enable_triton_relu=(c.msa_dim, c.pair_dim)),
@@ -621,20 +621,19 @@ class Trainer:
 
     def __init__(self, program, settings, device, world=distributed.ALONE):
         self.program, self.settings, self.device, self.world = program, settings, device, world
-        self.training, fusion = settings.training, settings.fusion
-        self.amp_dtype = machine.amp_dtype(self.training, device)  # None without --use-amp
-        torch.manual_seed(self.training.seed)
+        training, fusion = settings.training, settings.fusion
+        self.amp_dtype = machine.amp_dtype(training, device)  # None without --use-amp
+        torch.manual_seed(training.seed)
         self.model = program.model(settings.model, fusion).to(device)
-        world.reseed(self.training.seed)  # the same weights on all ranks, but other dropout
+        world.reseed(training.seed)  # the same weights on all ranks, but other dropout
 
         # The optimizer updates the model's parameters or, where these are low-precision, float32 masters
         low = self.amp_dtype if fusion.enable_master_weights else None
         self.autocasts = self.amp_dtype is not None and low is None
         self.weights = optimized_weights(self.model, low, world, fusion.enable_triton_adamw)
         self.use_graph, self.graph = fusion.enable_cuda_graphs and device.type == "cuda", None
-        self.optimizer = recipe.optimizer(self.weights, self.training, self.use_graph)
-        decay = self.training.ema_decay
-        self.average = recipe.Average(self.weights, decay) if decay else None
+        self.optimizer = recipe.optimizer(self.weights, training, self.use_graph)
+        self.average = recipe.Average(self.weights, training.ema_decay) if training.ema_decay else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
         self.gradient_norm = torch.zeros((), device=device)  # of the last step, before clipping
         self.step_number = 0  # steps that were made
@@ -650,7 +649,8 @@ class Trainer:
     def step(self, batch, mark=lambda: None):
         """One optimizer step; returns the loss, still on the device. mark() is called after each phase:
         forward, backward, optimizer. A CUDA graph has no phases: all of its time goes to the first."""
-        recipe.set_learning_rate(self.optimizer, recipe.learning_rate(self.training, self.step_number))
+        rate = recipe.learning_rate(self.settings.training, self.step_number)
+        recipe.set_learning_rate(self.optimizer, rate)
         loss = self.graphed_step(batch, mark) if self.use_graph else self.eager_step(batch, mark)
         if self.average:
             self.average.update()
@@ -676,7 +676,7 @@ class Trainer:
         loss = loss.detach()
         self.world.add_up([loss, *(w.grad for w in self.weights.tensors if w.grad is not None)])
         self.scaler.unscale_(self.optimizer)
-        self.gradient_norm.copy_(self.weights.clip(self.training.grad_clip))
+        self.gradient_norm.copy_(self.weights.clip(self.settings.training.grad_clip))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -693,12 +693,12 @@ class Trainer:
         return preserving(self)
 
 
-def run_steps(trainer, source, profiling, findings, metrics, stop):
-    """Steps up to --num-steps, until a signal, or until --early-stopping has had enough. findings are what
+def run_steps(trainer, source, profiling, counts, metrics, stop):
+    """Steps up to --num-steps, until a signal, or until --early-stopping has had enough. counts are what
     warm_up() measured. Returns (steps, 4) seconds by phase; metrics has the losses."""
     from fusion_lab.measuring import clocks, probe, ranges
     from fusion_lab.training import checkpoints, evaluations, feeding, reporting
-    training, world = trainer.training, trainer.world
+    training, world = trainer.settings.training, trainer.world
     intervals = dict(log=training.log_every, evaluate=training.eval_every, save=training.save_every)
     timer = clocks.PhaseTimer(trainer.device, ranges.PHASES, profiling.enter, profiling.leave)
     steps = range(trainer.step_number, training.num_steps)
@@ -728,10 +728,10 @@ def run_steps(trainer, source, profiling, findings, metrics, stop):
             metrics.flush()  # first, so that a checkpoint has no step that the metrics lack
             reporting.require_finite(metrics.losses[-1], done)
             if "log" in due or stop.signal:
-                peak = probe.peak_megabytes(trainer.device, findings)
+                peak = probe.peak_megabytes(trainer.device, counts)
                 say(reporting.step_line(trainer, metrics.losses[-1], timer, peak))
             if "evaluate" in due:
-                with profiling.paused(), probe.unmeasured_memory(trainer.device, findings):
+                with profiling.paused(), probe.unmeasured_memory(trainer.device, counts):
                     evaluations.evaluate(trainer, source, metrics, stop, say)
             ending = world.agreed_signal(stop) or checkpoints.out_of_patience(trainer)
             if training.save_checkpoint and ("save" in due or ending):
@@ -761,21 +761,21 @@ def train(program, settings, compare_with=None, min_speedup=None):
     reporting.describe_start(trainer, source)
 
     with errors.StopRequest(patient=world.size > 1) as stop:  # a signal only asks; whoever can end early does
-        findings, metrics = probe.warm_up(trainer, source, stop), Metrics(trainer, folder)
+        counts, metrics = probe.warm_up(trainer, source, stop), Metrics(trainer, folder)
         recorded = settings.profiler if world.first else ProfilerConfig()  # one rank records
         num_steps = training.num_steps - trainer.step_number
-        with Profiling(recorded, device, trainer.model.sublayers(), findings, num_steps) as profiling:
-            times = run_steps(trainer, source, profiling, findings, metrics, stop)
+        with Profiling(recorded, device, trainer.model.sublayers(), counts, num_steps) as profiling:
+            times = run_steps(trainer, source, profiling, counts, metrics, stop)
         # Write the summary before the last evaluation, which may fail, and again with it; say how it ended
-        result = summary.summarise(trainer, findings, metrics.losses, profiling.untraced(times), stop.signal)
+        result = summary.summarise(trainer, counts, metrics.losses, profiling.untraced(times), stop.signal)
         path = folder.write("performance_summary", result)
         evaluations.evaluate(trainer, source, metrics, stop, print, final=True)
         signal = world.agreed_signal(stop)
         folder.write("performance_summary", summary.completed(result, metrics.by_step, earlier))
         code = summary.too_slow(result, min_speedup)
         peak = result["performance_summary"]["peak_memory_mb"]
-        found = analysis.write_analysis(trainer, findings, times, peak, profiling)
-        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(signal), found], signal)
+        report = analysis.write_analysis(trainer, counts, times, peak, profiling)
+        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(signal), report], signal)
         if world.first:
             with trainer.averaged():
                 source.finish(trainer, metrics.by_step)  # last words and pictures

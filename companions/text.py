@@ -95,7 +95,7 @@ class Bytes(Data):
     def evaluate(self, trainer, stop):
         """Bits per byte of as many windows as the model was trained on, up to MOST_WINDOWS: a short run is
         not kept waiting."""
-        most = min(MOST_WINDOWS, max(1, trainer.step_number) * trainer.training.batch_size)
+        most = min(MOST_WINDOWS, max(1, trainer.step_number) * trainer.settings.training.batch_size)
         with evaluating(trainer.model):
             seen, unseen = (bits_per_byte(trainer, self.evaluation(part, most), stop)
                             for part in (self.seen, self.unseen))

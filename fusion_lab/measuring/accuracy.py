@@ -126,12 +126,12 @@ def covered(settings, device):
                     for name in beyond)])
 
 
-def print_covered(found):
+def print_covered(coverage):
     """Lines that say so. Returns why nothing was checked, a list that is empty where something was."""
-    print(f"Checked: {', '.join(found['checked']) or 'nothing'}")
-    if found["not_used"]:
-        print(f"Not used here: {'; '.join(found['not_used'])}")
-    return [] if found["checked"] else ["nothing that is switched on differs from the baseline here"]
+    print(f"Checked: {', '.join(coverage['checked']) or 'nothing'}")
+    if coverage["not_used"]:
+        print(f"Not used here: {'; '.join(coverage['not_used'])}")
+    return [] if coverage["checked"] else ["nothing that is switched on differs from the baseline here"]
 
 
 def verify_accuracy(program, settings):
@@ -151,14 +151,14 @@ def verify_accuracy(program, settings):
     print(f"   Tolerance: rtol={RTOL:g}, atol={ATOL:g}{applied}")
     print(f"   Error against float64: at most {verdict['worst_error_ratio']:.2f}x the baseline's own, "
           f"allowed {ERROR_FACTOR:g}x")
-    found = covered(settings, device)
-    failures = [*failures, *print_covered(found)]
+    coverage = covered(settings, device)
+    failures = [*failures, *print_covered(coverage)]
     for line in failures[:10]:
         print(f"   {line}")
     if len(failures) > 10:
         print(f"   ... and {len(failures) - 10} more")
     result = dict(mode="verify_accuracy", passed=not failures, device=str(device), **finite(verdict),
-                  failures=failures, rtol=RTOL, atol=ATOL, error_factor=ERROR_FACTOR, **found)
+                  failures=failures, rtol=RTOL, atol=ATOL, error_factor=ERROR_FACTOR, **coverage)
     path = directory.write("accuracy", result) if directory.named else None
     print("FAIL" if failures else "PASS")
     print_result(result, path, settings)
@@ -174,8 +174,8 @@ def validate_setup(program, settings):
     print(f"Device: {device} | torch {torch.__version__}", flush=True)
     _, failures = compare_numerics(program, small, device)
     print(f"   Fused against baseline numerics: {'FAIL' if failures else 'ok'}", flush=True)
-    found = covered(small, device)
-    reasons = [*failures[:3], *print_covered(found)]
+    coverage = covered(small, device)
+    reasons = [*failures[:3], *print_covered(coverage)]
     trainer = program.trainer(program, small.having(learning_rate=1e-3), device)
     batch = to_device(program.data(small).check_batch(), device)
     losses = [trainer.step(batch).item() for _ in range(5)]
@@ -189,7 +189,7 @@ def validate_setup(program, settings):
         reasons.append(f"parameters without a gradient: {', '.join(missing[:3])}")
     if not for_people(settings):
         print(json.dumps(dict(mode="validate_setup", passed=not reasons, reasons=reasons,
-                              losses=finite(losses), device=str(device), **found), allow_nan=False))
+                              losses=finite(losses), device=str(device), **coverage), allow_nan=False))
     title = program.suffix.upper()
     print(f"{title} validation failed: {'; '.join(reasons)}" if reasons else
           f"{title} validation successful! Fusion setup working properly.")

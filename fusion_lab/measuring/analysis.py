@@ -18,24 +18,24 @@ LAUNCH_BOUND, BUSY = 0.5, 0.85  # shares of the step: below, the GPU mostly wait
 MOST_BUSY = 1.1  # a share that is possible: the profiler makes kernels a little longer
 
 
-def write_analysis(trainer, found, times, peak, profiling):
-    """fusion_analysis.json beside the trace that a Profiling left; found: the run's Findings; times: (steps,
+def write_analysis(trainer, counts, times, peak, profiling):
+    """fusion_analysis.json beside the trace that a Profiling left; counts: the run's Counts; times: (steps,
     4) seconds by phase; peak: MB or None. Returns the file's path; None without a trace."""
     if profiling.trace is None:
         return None
     path = os.path.join(os.path.dirname(profiling.trace), ANALYSIS)
-    write_json(path, finite(analysis_of(trainer, found, times, peak, profiling)))
+    write_json(path, finite(analysis_of(trainer, counts, times, peak, profiling)))
     return path
 
 
-def analysis_of(trainer, found, times, peak, profiling):
+def analysis_of(trainer, counts, times, peak, profiling):
     """The content of fusion_analysis.json; arguments as of write_analysis()."""
     program, settings = trainer.program, trainer.settings
     trace = TraceAnalysis(read_trace(profiling.trace), program.model.SUBLAYERS)
     step = of_a_step(profiling.untraced(times), trace)
-    unrecorded = trace.unrecorded(found.graph_kernels)
+    unrecorded = trace.unrecorded(counts.graph_kernels)
     flops = flops_by_sublayer(program, settings, trainer.device.type == "cuda")
-    entries = sublayer_entries(trace, found, profiling.samples)
+    entries = sublayer_entries(trace, counts, profiling.samples)
     inside = sum(e["share"] for e in entries if e["name"] != REST)
     outside = sum(e["share"] for e in entries if e["direction"] in (OUTSIDE, NOT_RECORDED))
     clock = "CPU time, without the profiler" if profiling.without else "CPU time, under the profiler"
@@ -44,25 +44,25 @@ def analysis_of(trainer, found, times, peak, profiling):
         trace=os.path.basename(profiling.trace),
         time_kind="GPU time of kernels and copies" if trace.on_gpu else clock,
         unit="kernel" if trace.on_gpu else "operation", step=step,
-        sublayers=entries, launches_per_step=found.launches,
-        kernel_counts=kernel_counts(trainer, found, entries),
+        sublayers=entries, launches_per_step=counts.launches,
+        kernel_counts=kernel_counts(trainer, counts, entries),
         coverage=dict(sublayers=inside, rest=1 - inside - outside, unattributed=outside),
         kernels=trace.kernel_table(),
-        saved_activation_mb={name: size / MEGABYTE for name, size in found.saved.items()},
-        flops_per_step=found.flops, flops_share=flops_share(program, flops),
+        saved_activation_mb={name: size / MEGABYTE for name, size in counts.saved.items()},
+        flops_per_step=counts.flops, flops_share=flops_share(program, flops),
         memory_peak_mb=peak, unrecorded=unrecorded,
-        launch=launch_arithmetic(found.launches, step, bool(unrecorded)) if trace.on_gpu else None)
+        launch=launch_arithmetic(counts.launches, step, bool(unrecorded)) if trace.on_gpu else None)
     return dict(result, findings=findings(result))
 
 
-def kernel_counts(trainer, found, entries):
+def kernel_counts(trainer, counts, entries):
     """Counts as people look for them: what a step was seen to launch, by sub-layer as its entries have it,
     and the model's nominal counts."""
     nominal = {name: count for name, count in (trainer.model.statistics() or {}).items() if "kernel" in name}
     by_sublayer = Counter()
     for e in entries:
         by_sublayer[e["name"]] += e["launches"] or 0
-    return dict(kernels_per_step=found.launches, kernels_are=launch_kind(trainer.device),
+    return dict(kernels_per_step=counts.launches, kernels_are=launch_kind(trainer.device),
                 kernels_per_step_by_sublayer=dict(+by_sublayer) or None, nominal=nominal or None)
 
 
@@ -75,7 +75,7 @@ def of_a_step(times, trace):
                 phases_ms=dict(zip(PHASES, (1e3 * np.median(times, axis=0)).tolist(), strict=True)))
 
 
-def sublayer_entries(trace, found, samples):
+def sublayer_entries(trace, counts, samples):
     """A dict for each (sub-layer or REST, direction or phase), per step, the longest first. On a GPU times
     are those of traced kernels and copies; on a CPU the host's, the medians of samples, which are one dict a
     step, {range or phase: seconds}: the profiler would double the time of small operations."""
@@ -84,12 +84,12 @@ def sublayer_entries(trace, found, samples):
                for name in names}
     times = {place: e["device_us"] if trace.on_gpu else 1e6 * seconds.get(place, 0.0)
              for place, e in table.items()}
-    total, launches = sum(times.values()) or 1.0, found.launches_by_range
+    total, launches = sum(times.values()) or 1.0, counts.launches_by_range
     return [dict(
         name=place[0], direction=place[1], calls=table[place]["calls"], total_us=us, share=us / total,
         launches=table[place]["launches"] if trace.on_gpu else launches and launches.get(place),
         allocated_mb=table[place]["allocated_mb"],
-        saved_activation_mb=found.saved.get(place[0], 0) / MEGABYTE if place[1] == "forward" else None
+        saved_activation_mb=counts.saved.get(place[0], 0) / MEGABYTE if place[1] == "forward" else None
     ) for place, us in sorted(times.items(), key=lambda item: -item[1])]
 
 
@@ -129,19 +129,19 @@ def findings(analysis):
     """Three sentences: the heaviest sub-layer, the largest saved activations, and on a GPU whether it waits
     for launches."""
     shares, saved = shares_of_sublayers(analysis), analysis["saved_activation_mb"]
-    found = [] if analysis["unrecorded"] else [
+    sentences = [] if analysis["unrecorded"] else [
         "The blocks are compiled or captured whole, so no sub-layer can be told from another; "
         "--disable-torch-compile --disable-cuda-graphs shows them."]
     if sum(shares.values()) > 0:
         name, share = next(iter(shares.items()))
         of = "GPU time" if analysis["unit"] == "kernel" else "measured time"
-        found = [f"`{name}` is the heaviest sub-layer: {100 * share:.0f}% of the {of}, with "
+        sentences = [f"`{name}` is the heaviest sub-layer: {100 * share:.0f}% of the {of}, with "
                  f"{100 * analysis['flops_share'][name]:.0f}% of the sub-layers' FLOPs. Whatever makes it "
                  f"faster, the {of} gains at most a factor of {at_most(share):.2f}."]
     if total := sum(saved.values()):
         name = max(saved, key=saved.get)
-        found.append(f"`{name}` keeps most for the backward pass: {saved[name]:.1f} of {total:.1f} MB, "
+        sentences.append(f"`{name}` keeps most for the backward pass: {saved[name]:.1f} of {total:.1f} MB, "
                      f"{100 * saved[name] / total:.0f}%.")
     if analysis["launch"]:
-        found.append(f"The step is {analysis['launch']['text']}.")
-    return found
+        sentences.append(f"The step is {analysis['launch']['text']}.")
+    return sentences

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
-from fusion_lab.measuring.probe import Findings, begin_peak, peak_megabytes
+from fusion_lab.measuring.probe import Counts, begin_peak, peak_megabytes
 from fusion_lab.measuring.tables import markdown
 from fusion_lab.measuring.variants import BASELINE, at_work, with_fusion
 from fusion_lab.training.errors import UserError
@@ -25,14 +25,14 @@ NEVER = SimpleNamespace(signal=None)  # a StopRequest that nobody makes
 
 
 def only_a_graph(trainer, batch):
-    """Findings about what has no probe: of a step in a CUDA graph its peak, which no replay shows."""
+    """The Counts of what has no probe: of a step in a CUDA graph its peak, which no replay shows."""
     graph = getattr(trainer, "graph", None)
-    return Findings({}, 0, peak=graph.peak if graph else None)
+    return Counts({}, 0, peak=graph.peak if graph else None)
 
 
 class Candidate:
     """make() gives what takes the steps: step(batch, mark) returns the loss, and calls mark() after each of
-    its phases. count(trainer, batch) gives Findings. reason: why it is not measured, or is no more."""
+    its phases. count(trainer, batch) gives Counts. reason: why it is not measured, or is no more."""
 
     def __init__(self, name, make, reason=None, count=only_a_graph):
         self.name, self.make, self.reason, self.count = name, make, reason, count
@@ -168,7 +168,7 @@ def contest(made, only, batch, device, rounds):
 def ours(program, settings, device, switches):
     """{name: what makes a trainer}, of {name: switches beside the defaults, None for the baseline}; without
     those that run like an earlier one here."""
-    found, known, kind = {}, set(), program.fusion_config
+    makers, known, kind = {}, set(), program.fusion_config
     for name, given in switches.items():
         fusion = kind.preset(False) if given is None else kind(
             **dict.fromkeys(given, True), enable_master_weights=settings.training.use_amp)
@@ -176,8 +176,8 @@ def ours(program, settings, device, switches):
         runs = at_work(chosen, device.type == "cuda")
         if runs not in known:
             known.add(runs)
-            found[name] = lambda chosen=chosen: program.trainer(program, chosen, device)
-    return found
+            makers[name] = lambda chosen=chosen: program.trainer(program, chosen, device)
+    return makers
 
 
 def clipped_step(loss, model, optimizer, mark):

@@ -183,10 +183,10 @@ def measure_apart(program, settings, variant, rounds, request):
     with tempfile.TemporaryDirectory() as place:
         words = [*command_line(program, settings), "--compare-fusion", "--variants", variant.name,
                  "--num-steps", str(rounds)]
-        found, reason = compare_apart(program, words, os.path.join(place, "comparison"), request)
+        content, reason = compare_apart(program, words, os.path.join(place, "comparison"), request)
     if reason:
         return not_measured(variant, reason)
-    entry = found["variants"][-1]
+    entry = content["variants"][-1]
     return Row(**{key: value for key, value in entry.items() if key != "measured"})
 
 
@@ -225,36 +225,37 @@ def compare(program: Program, settings: Settings, names: str | Sequence[str] | N
     begin(device)
     apart = [variant for variant in wanted if variant.compiles and len(wanted) > 2]
     together = [variant for variant in variants if variant not in apart]
-    found = Comparison(about(program, settings, device), [variant.name for variant in (*together, *apart)])
+    names = [variant.name for variant in (*together, *apart)]
+    comparison = Comparison(about(program, settings, device), names)
     source = program.data(settings)
     supply = [to_device(source.batch(i), device) for i in range(min(rounds or ROUNDS, MOST_BATCHES))]
     candidates = [candidate_of(program, variant, device) for variant in together]
     warm_up(candidates, supply[0], device, note)
 
     def tell():
-        for row in found.rows:
-            row.add_savings(found.rows[0])
-        show(found)
+        for row in comparison.rows:
+            row.add_savings(comparison.rows[0])
+        show(comparison)
 
     with stop or contextlib.nullcontext(NEVER) as request:
         limit = "" if rounds else f", or {SECONDS:g} s of them"
         note(f"{rounds or ROUNDS} rounds{limit}, in which each takes a step")
-        found.ended = alternate(candidates, supply, rounds, request, note)
-        found.rows = [row_of(variant, candidate, candidates[0])
+        comparison.ended = alternate(candidates, supply, rounds, request, note)
+        comparison.rows = [row_of(variant, candidate, candidates[0])
                       for variant, candidate in zip(together, candidates, strict=True)]
-        found.about["training_params"]["num_steps"] = len(found.rows[0].step_times)  # those that ran
+        ran = len(comparison.rows[0].step_times)
+        comparison.about["training_params"]["num_steps"] = ran
         candidates.clear()  # the memory is for other processes
         release()
         tell()
         for number, variant in enumerate(apart, 1):
             if request.signal:
-                found.rows.append(not_measured(variant, INTERRUPTED))
+                comparison.rows.append(not_measured(variant, INTERRUPTED))
             else:
                 note(f"{variant.name} in a process of its own, which compiles: {number} of {len(apart)}")
-                found.rows.append(measure_apart(program, settings, variant,
-                                                len(found.rows[0].step_times), request))
+                comparison.rows.append(measure_apart(program, settings, variant, ran, request))
             tell()
-    return found
+    return comparison
 
 
 def about(program, settings, device):

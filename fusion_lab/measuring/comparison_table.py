@@ -92,10 +92,10 @@ def headline(rows, launch_kind):
             f"Kernel reduction: {launches}"]
 
 
-def below(found):
+def below(comparison):
     """Lines below the table."""
-    rows = found.rows
-    lines = [f"Steps in turn: {found.ended}"]
+    rows = comparison.rows
+    lines = [f"Steps in turn: {comparison.ended}"]
     apart = [row for row in rows
              if row.measured and row.baseline_step_times != rows[0].step_times[:len(row.step_times)]]
     lines += [f"{row.name} ran in a process of its own, in which the baseline took "
@@ -105,7 +105,7 @@ def below(found):
     if not_used:
         lines.append(f"Not used here: {'; '.join(not_used)}")
     lines.append("A speed-up is the median ratio of steps taken in turn, not the ratio of median times")
-    return [*lines, "", *in_words(rows), "", *headline(rows, found.about["launch_kind"])]
+    return [*lines, "", *in_words(rows), "", *headline(rows, comparison.about["launch_kind"])]
 
 
 def to_copy(program, settings, rows):
@@ -145,19 +145,19 @@ def compare_fusion(program, settings, names=None, rounds=None):
         if busy := busy_line(device):
             print(busy, flush=True)
 
-    def show(found):
+    def show(comparison):
         nonlocal path, printed
-        if found.rows[0].measured:
-            lines = table(found.rows, found.names)
+        if comparison.rows[0].measured:
+            lines = table(comparison.rows, comparison.names)
             print("\n".join(lines[printed:]), flush=True)
             printed = len(lines)
-            path = directory.write("fusion_comparison", found.as_dict())
+            path = directory.write("fusion_comparison", comparison.as_dict())
 
-    found = compare(program, settings, names, rounds, show, Notes(), stop := StopRequest(), begin)
-    rows = [dict(name=row.name, speedup=row.speedup) for row in found.rows if row.measured]
+    comparison = compare(program, settings, names, rounds, show, Notes(), stop := StopRequest(), begin)
+    rows = [dict(name=row.name, speedup=row.speedup) for row in comparison.rows if row.measured]
     if not rows:
         print("Interrupted before the first round: no figures")
         return 128 + stop.signal
-    print("", *below(found), "", *to_copy(program, settings, found.rows), sep="\n")
+    print("", *below(comparison), "", *to_copy(program, settings, comparison.rows), sep="\n")
     print_result(dict(mode="compare_fusion", variants=rows), path, settings)
     return 128 + stop.signal if stop.signal else 0

@@ -83,8 +83,8 @@ def flops_by_sublayer(program, settings, on_gpu, batch=None, counting=FlopCounte
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             on_fake = {name: fake.from_tensor(value.cpu()) for name, value in batch.items()}
             total, sums = counted(model.to_empty(device="cpu"), on_fake, fake, counting)
-    found = dict.fromkeys((*program.model.SUBLAYERS, REST), 0)
+    by_sublayer = dict.fromkeys((*program.model.SUBLAYERS, REST), 0)
     for name, flops in sums.items():
-        found[name.removesuffix(".backward")] += flops
-    found[REST] = total - sum(found.values())
-    return found
+        by_sublayer[name.removesuffix(".backward")] += flops
+    by_sublayer[REST] = total - sum(by_sublayer.values())
+    return by_sublayer

@@ -41,10 +41,10 @@ class Metrics:
         if len(self.pending) == MOST_PENDING:
             self.flush()
 
-    def evaluation(self, number, found, final=False):
+    def evaluation(self, number, evaluation, final=False):
         """An Evaluation after step number."""
-        self.by_step["final" if final else number] = found
-        self.flush([dict(step=number, evaluation=found.scores)])
+        self.by_step["final" if final else number] = evaluation
+        self.flush([dict(step=number, evaluation=evaluation.scores)])
 
     def flush(self, more=()):
         """Read what has come since the last time, all at once, and write it."""
@@ -89,7 +89,7 @@ def resumes(trainer, directory):
     """Whether a RunDirectory holds metrics of the run that the trainer resumes: their gradient norm after the
     checkpoint's last step is the checkpoint's."""
     path = directory.file(METRICS)
-    if not trainer.training.resume or not os.path.exists(path):
+    if not trainer.settings.training.resume or not os.path.exists(path):
         return False
     norms = [s.get("gradient_norm") for s in read_metrics(path)[0] if s["step"] == trainer.step_number]
     return norms == [finite(trainer.gradient_norm.item())]

@@ -16,8 +16,8 @@ from fusion_lab.training.words import counted
 
 
 @dataclass
-class Findings:
-    """What probe() and warm_up() found; None where it could not be counted or was not measured."""
+class Counts:
+    """What probe() and warm_up() count of a step; None where they could not."""
     saved: dict                     # bytes kept for backward, by sub-layer
     flops: int                      # of one step
     launches: int | None = None     # kernels on a GPU, operations on a CPU
@@ -35,45 +35,45 @@ class Findings:
 
 
 def probe(trainer, batch, count_launches=True):
-    """Findings about one step, after one that allocates what stays, compiles and captures. On a CPU, where no
+    """Counts of one step, after one that allocates what stays, compiles and captures. On a CPU, where no
     compiled code hides them, every operation of a step is counted."""
     model, on_gpu = trainer.model, trainer.device.type == "cuda"
-    found = Findings({}, sum(flops_by_sublayer(trainer.program, trainer.settings, on_gpu, batch).values()))
+    counts = Counts({}, sum(flops_by_sublayer(trainer.program, trainer.settings, on_gpu, batch).values()))
     trainer.step(batch)
     if not on_gpu and not trainer.settings.fusion.enable_torch_compile:
-        count_a_step(trainer, batch, found)
-        return found
-    found.saved = saved_activations(model, model.sublayers(),
-                                    lambda: trainer.forward(batch, only_loss=True)["loss"])
+        count_a_step(trainer, batch, counts)
+        return counts
+    counts.saved = saved_activations(model, model.sublayers(),
+                                     lambda: trainer.forward(batch, only_loss=True)["loss"])
     if not on_gpu:
-        found.uncounted = ("compiled code hides its operations on a CPU; --disable-torch-compile counts them "
-                           "and their memory")
+        counts.uncounted = ("compiled code hides its operations on a CPU; --disable-torch-compile counts "
+                            "them and their memory")
     if on_gpu and trainer.graph:
-        found.peak, found.graph_kernels = trainer.graph.peak, trainer.graph.kernels
+        counts.peak, counts.graph_kernels = trainer.graph.peak, trainer.graph.kernels
     if on_gpu and not count_launches:
-        found.uncounted = "left to the outer profiler of --enable-rocm-profiling"
+        counts.uncounted = "left to the outer profiler of --enable-rocm-profiling"
     elif on_gpu:
         recorded = len(gpu_kernels(lambda: trainer.step(batch)))
-        found.launches = recorded if recorded >= (found.graph_kernels or 1) else None
-        if found.launches is None:
-            found.uncounted = (f"the profiler recorded {recorded} of {found.graph_kernels or 'its'} "
-                               f"kernels. {GRAPHS if recorded else BLIND}")
-    return found
+        counts.launches = recorded if recorded >= (counts.graph_kernels or 1) else None
+        if counts.launches is None:
+            counts.uncounted = (f"the profiler recorded {recorded} of {counts.graph_kernels or 'its'} "
+                                f"kernels. {GRAPHS if recorded else BLIND}")
+    return counts
 
 
-def count_a_step(trainer, batch, found):
-    """Add to Findings what a step's operations on a CPU say, while it runs."""
+def count_a_step(trainer, batch, counts):
+    """Add to Counts what a step's operations on a CPU say, while it runs."""
     model = trainer.model
     held = [*{*model.parameters(), *trainer.weights.tensors}, *model.buffers(), *batch.values(),
             *(trainer.average.tensors if trainer.average else ()),
             *(t for state in trainer.optimizer.state.values() for t in state.values())]
     with OpCounter() as counter, contextlib.ExitStack() as forward:
-        found.saved = forward.enter_context(counting_saved(model, model.sublayers()))
+        counts.saved = forward.enter_context(counting_saved(model, model.sublayers()))
         trainer.step(batch, forward.close)  # which is called first after the forward pass
-    found.launches, found.timeline = counter.launches, counter.timeline
-    found.peak = counter.peak + sum(t.nbytes for t in held)
+    counts.launches, counts.timeline = counter.launches, counter.timeline
+    counts.peak = counter.peak + sum(t.nbytes for t in held)
     if trainer.settings.profiler.enable_pytorch_profiler:
-        found.launches_by_range = launches_by_range(trainer, batch)
+        counts.launches_by_range = launches_by_range(trainer, batch)
 
 
 def launches_by_range(trainer, batch):
@@ -90,11 +90,11 @@ def launches_by_range(trainer, batch):
 
 def warm_up(trainer, source, stop=None):
     """Untimed steps until a signal, then the probe; everything is restored afterwards, and peak memory begins
-    anew. Returns Findings."""
+    anew. Returns Counts."""
     world, times = trainer.world, []
     batch = to_device(source.part(trainer.step_number, world.rank, world.size), trainer.device)
     compiling = trainer.settings.fusion.enable_torch_compile
-    steps = trainer.training.warmup_steps
+    steps = trainer.settings.training.warmup_steps
     begins = f"Warming up: {counted(steps, 'step')}, then counting" if steps else "Counting"
     print(f"{begins} memory and launches"
           f"{'; the first step compiles, which takes a minute or two' if compiling else ''}", flush=True)
@@ -108,16 +108,16 @@ def warm_up(trainer, source, stop=None):
         # An outer profiler cannot share the GPU with torch's, which counts launches, and which may run anyway
         config = trainer.settings.profiler
         outer = config.enable_rocm_profiling and not config.enable_pytorch_profiler
-        found = probe(trainer, batch, count_launches=not outer)
-    if found.uncounted:
-        print(f"Launches of a step: {found.uncounted}")
+        counts = probe(trainer, batch, count_launches=not outer)
+    if counts.uncounted:
+        print(f"Launches of a step: {counts.uncounted}")
     begin_peak(trainer.device)
-    return replace(found, warmup_time=sum(times), first_step_time=times[0] if times else None)
+    return replace(counts, warmup_time=sum(times), first_step_time=times[0] if times else None)
 
 
-def peak_megabytes(device, found):
+def peak_megabytes(device, counts):
     """Peak of tensor memory in MB (2**20 bytes): the allocator's on a GPU, on CPU the probe's or None."""
-    peak = found.peak  # on a GPU: of the capture of a CUDA graph, whose replays allocate nothing
+    peak = counts.peak  # on a GPU: of the capture of a CUDA graph, whose replays allocate nothing
     if device.type == "cuda":
         peak = max(peak or 0, torch.cuda.max_memory_allocated(device))
     return peak / MEGABYTE if peak is not None else None
@@ -131,10 +131,10 @@ def begin_peak(device):
 
 
 @contextlib.contextmanager
-def unmeasured_memory(device, found):
+def unmeasured_memory(device, counts):
     """What runs within does not count in the peak memory of the measured steps."""
     if device.type == "cuda":
-        found.peak = max(found.peak or 0, torch.cuda.max_memory_allocated(device))
+        counts.peak = max(counts.peak or 0, torch.cuda.max_memory_allocated(device))
     try:
         yield
     finally:

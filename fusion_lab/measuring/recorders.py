@@ -133,31 +133,31 @@ class OuterProfiler(Recorder):
 class MemoryProfile(Recorder):
     """Saved activations by sub-layer and a timeline of memory, which the probe has found before."""
 
-    def __init__(self, config, found):
-        self.config, self.found = config, found
+    def __init__(self, config, counts):
+        self.config, self.counts = config, counts
 
     def end(self, failed):
         if failed:
             return
-        saved = self.found.saved
+        saved = self.counts.saved
         print("Saved activations of one step, MB by sub-layer (all blocks):")
         for name, size in sorted(saved.items(), key=lambda item: -item[1]):
             print(f"   {name:24s} {size / MEGABYTE:9.1f}  {100 * size / sum(saved.values()):5.1f}%")
         write_json(os.path.join(self.config.profile_dir, "memory_profile.json"),
                    dict(saved_activation_bytes=saved, timeline_columns=["operation", "live_bytes"],
-                        timeline=self.found.timeline))
+                        timeline=self.counts.timeline))
 
 
 class Profiling:
-    """The recorders of a run of so many steps. named_modules are its sub-layers; found, its Findings."""
+    """The recorders of a run of so many steps. named_modules are its sub-layers; counts, its Counts."""
 
-    def __init__(self, config, device, named_modules, found, num_steps):
+    def __init__(self, config, device, named_modules, counts, num_steps):
         on_gpu, recording = device.type == "cuda", config.enable_pytorch_profiler and num_steps > 0
         self.modules, self.hooks, self.number, self.off = named_modules, contextlib.ExitStack(), 0, False
         trace = Trace(config, num_steps) if recording else None
         times = RangeTimes(trace.without or num_steps) if trace and not on_gpu else None
         outer = OuterProfiler() if config.enable_rocm_profiling and on_gpu else None
-        memory = MemoryProfile(config, found) if config.enable_memory_profiling else None
+        memory = MemoryProfile(config, counts) if config.enable_memory_profiling else None
         if config.enable_rocm_profiling and not on_gpu:
             print("ROCm profiling: no GPU here, so no ranges for an outer profiler are emitted")
         self.tracer, self.times = trace, times

@@ -40,15 +40,15 @@ def retune(program, settings):
                                                 enable_cuda_graphs=False))
     process_settings(settings, device)
     trainer, source = program.trainer(program, settings, device), program.data(settings)
-    with tuner.retuning() as found:
+    with tuner.retuning() as tiles:
         trainer.step(to_device(source.batch(0), device))
-    if not found:
+    if not tiles:
         raise UserError("--retune: no Triton kernel ran; they need --use-amp, and sizes that they take "
                         "(docs/kernels.md)")
-    for kernel, chosen in sorted(found.items()):
+    for kernel, chosen in sorted(tiles.items()):
         print(f"{kernel:44s} {', '.join(f'{key} {value}' for key, value in chosen.items())}")
-    headline = dict(mode="retune", kernels=len(found))
-    path = directory.write("tiles", dict(headline, gpu=tuner.gpu(), tiles=found, cache=str(cache)))
+    headline = dict(mode="retune", kernels=len(tiles))
+    path = directory.write("tiles", dict(headline, gpu=tuner.gpu(), tiles=tiles, cache=str(cache)))
     print(f"Kept in {cache}")
     print_result(headline, path, settings)
     return 0

@@ -18,22 +18,22 @@ from fusion_lab.training.reporting import print_result
 from fusion_lab.training.words import printable
 
 
-def summarise(trainer, found, losses, times, interrupted=None):
-    """The content of performance_summary_*.json: found, a run's Findings; losses; times (steps, 4) in s for
+def summarise(trainer, counts, losses, times, interrupted=None):
+    """The content of performance_summary_*.json: counts, a run's Counts; losses; times (steps, 4) in s for
     data, forward, backward, optimizer. An interrupted run ends without measuring the device's ceiling."""
     settings, device, program, ranks = trainer.settings, trainer.device, trainer.program, trainer.world.size
     batch_size = settings.training.batch_size * ranks
-    peak = peak_megabytes(device, found)  # before the ceiling's matrices are allocated
+    peak = peak_megabytes(device, counts)  # before the ceiling's matrices are allocated
     performance = dict(
         total_samples=len(losses) * batch_size, **(of_steps(trainer, losses, times, batch_size) if losses
                                                    else dict.fromkeys(OF_STEPS)),
-        warmup_time=found.warmup_time, first_step_time=found.first_step_time, peak_memory_mb=peak,
-        saved_activation_mb=found.saved_mb, launches_per_step=found.launches,
-        launch_kind=launch_kind(device), graph_kernels=found.graph_kernels, flops_per_step=found.flops)
-    performance["not_measured"] = {key: found.uncounted for key in ("peak_memory_mb", "launches_per_step")
-                                   if found.uncounted and performance[key] is None}
+        warmup_time=counts.warmup_time, first_step_time=counts.first_step_time, peak_memory_mb=peak,
+        saved_activation_mb=counts.saved_mb, launches_per_step=counts.launches,
+        launch_kind=launch_kind(device), graph_kernels=counts.graph_kernels, flops_per_step=counts.flops)
+    performance["not_measured"] = {key: counts.uncounted for key in ("peak_memory_mb", "launches_per_step")
+                                   if counts.uncounted and performance[key] is None}
     median = performance["median_batch_time"]
-    achieved = median and found.flops / median
+    achieved = median and counts.flops / median
     ceiling = None
     if not interrupted:
         with own_random_numbers(device):
@@ -133,7 +133,7 @@ def rates(figures):
 def completed(result, evaluations, earlier):
     """A summary with its evaluations, {step or "final": Evaluation}, and how it stands against an earlier
     one, as read_summary() has it, or None."""
-    result["evaluation"] = {str(step): found.details for step, found in evaluations.items()}
+    result["evaluation"] = {str(step): evaluation.details for step, evaluation in evaluations.items()}
     if earlier and result["performance_summary"]["total_samples"]:
         result["compared_with_v1"] = print_against(earlier, result)
     return result
@@ -144,8 +144,7 @@ def too_slow(result, least):
     none), beyond doubt: FAILED where the interval of the gain is not above it, or where there is none."""
     if least is None:
         return 0
-    found = result.get("compared_with_v1") or {}
-    low = found.get("speedup_low")
+    low = (result.get("compared_with_v1") or {}).get("speedup_low")
     passed = low is not None and low > least
     why = "there is no interval" if low is None else f"the interval of the speed-up begins at {low:.2f}"
     print(f"--min-speedup {least:g}: {'passed' if passed else 'FAILED'}, {why}")
@@ -170,15 +169,15 @@ def print_against(earlier, now):
     figures."""
     after = now["performance_summary"]
     before, speed, own = earlier["speed"], after["avg_training_speed"], rates(after)
-    found = dict.fromkeys(KEYS)
+    speedup = dict.fromkeys(KEYS)
     if reasons := differing(earlier, now, [*(("config", key) for key in now["config"]), *MACHINE]):
         words = f"not comparable: {'; '.join(reasons)}"
     elif earlier["rates"] and own:
         before, speed = statistics.median(earlier["rates"]), statistics.median(own)
         gain = gain_over_earlier(earlier["rates"], own)
-        found, words = gain.as_dict(), f"{gain.in_words()}, of medians"
+        speedup, words = gain.as_dict(), f"{gain.in_words()}, of medians"
     else:
-        found["speedup"] = speed / before
+        speedup["speedup"] = speed / before
         words = f"{speed / before:.2f}x (spread unknown: the earlier summary has no times of single steps)"
     print(f"\nAgainst {printable(earlier['version'])} of {printable(earlier['timestamp'])}:")
     print(f"   Training speed: {before:.1f} -> {speed:.1f} samples/sec, {words}")
@@ -196,4 +195,4 @@ def print_against(earlier, now):
     fusions = differing(earlier, now, [("fusion_config", key) for key in now.get("fusion_config", {})])
     if fusions:
         print(f"   Fusions: {'; '.join(fusions)}")
-    return dict(found, memory_reduction_percent=reduction, differences=different + reasons + fusions)
+    return dict(speedup, memory_reduction_percent=reduction, differences=different + reasons + fusions)

@@ -101,22 +101,22 @@ def ablation(program, settings, directory, names, rounds, **options):
     ablation_summary.json, which is written anew with each of them. Raises UserError after a signal."""
     path, folders, baseline = os.path.join(directory, SUMMARY), {}, None
 
-    def save(found):
-        result = dict(found.as_dict(), mode="ablation", folders=folders)
+    def save(comparison):
+        result = dict(comparison.as_dict(), mode="ablation", folders=folders)
         write_json(f"{path}.json", result)
         return result
 
-    found = compare(program, settings, names, rounds, save, Notes(), stop := StopRequest())
+    comparison = compare(program, settings, names, rounds, save, Notes(), stop := StopRequest())
     release()
     if stop.signal:
         raise UserError("interrupted: what is known so far was kept", 128 + stop.signal)
-    last = to_copy(program, settings, found.rows)
-    lines, result = [*table(found.rows), "", *below(found), "", *last], save(found)
+    last = to_copy(program, settings, comparison.rows)
+    lines, result = [*table(comparison.rows), "", *below(comparison), "", *last], save(comparison)
     print("\n".join(lines))
     about = f"{machine_line(result)}, {program.sample(settings)}."
     write_lines(f"{path}.md", ["# Ablation", "", about, "", *lines])
     write_ablation_plot(f"{path}.png", result["variants"])
-    for name in [row.name for row in found.rows if row.measured]:
+    for name in [row.name for row in comparison.rows if row.measured]:
         chosen = with_fusion(settings, fusion_named(name, settings.fusion))
         place = os.path.join(directory, name)
         print(f"Session of {name} in {place}", flush=True)
@@ -125,5 +125,5 @@ def ablation(program, settings, directory, names, rounds, **options):
         baseline = baseline or (place, analysis)
         release()
         folders[name] = name
-        result = save(found)
+        result = save(comparison)
     return result

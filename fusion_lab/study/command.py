@@ -38,7 +38,7 @@ KEYS = {"run", "ok", "reason", "seconds", "system_info", "rows"}  # of a line
 def read_lines(directory, study):
     """{(run, label): line} of the points that have ended, without a last one that a kill cut short. Raises
     UserError for a line that is not the result of a point."""
-    path, found = pathlib.Path(directory, "results.jsonl"), {}
+    path, lines = pathlib.Path(directory, "results.jsonl"), {}
     texts = path.read_bytes().split(b"\n") if path.exists() else []
     for number, text in enumerate(texts, 1):
         try:
@@ -46,12 +46,12 @@ def read_lines(directory, study):
             timed = [row for row in line["rows"] if row["name"] and "median_batch_time" in row]
             if not KEYS <= line.keys() or not all("speedup" in row for row in timed):
                 raise ValueError
-            found[line["run"], study.label(line)] = line
+            lines[line["run"], study.label(line)] = line
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
             if number < len(texts):
                 raise UserError(f"{path}: line {number} is not the result of a point; mend or delete it"
                                 ) from None
-    return found
+    return lines
 
 
 def open_directory(name, study, command):

@@ -103,16 +103,16 @@ def principal(variants):
 def findings(study, summary):
     """Sentences: what each variant buys and how sure that is, and what is wrong with the study."""
     points = summary["points"]
-    found = [headline(study, points, name) for name in principal(study.variants)]
+    sentences = [headline(study, points, name) for name in principal(study.variants)]
     if missing := [p for p in points if p["n_failed"]]:
-        found.append(f"{len(missing)} of {len(points)} points lack runs; the table has the reasons.")
+        sentences.append(f"{len(missing)} of {len(points)} points lack runs; the table has the reasons.")
     most = max(points, key=lambda p: p["run_spread_percent"] or 0)
     if (most["run_spread_percent"] or 0) > MUCH:
         times = most["run_medians_ms"].values()
-        found.append(f"Runs differ by up to {most['run_spread_percent']:.0f}%, at {study.label(most)} "
+        sentences.append(f"Runs differ by up to {most['run_spread_percent']:.0f}%, at {study.label(most)} "
                      f"{most['variant']}: {min(times):.1f} to {max(times):.1f} ms. The machine was busy; "
                      "speed-ups, which are taken within a run, suffer less.")
-    return [sentence for sentence in found if sentence]
+    return [sentence for sentence in sentences if sentence]
 
 
 def headline(study, points, variant):

@@ -59,7 +59,8 @@ def snapshot(trainer):
         rng["cuda"] = torch.cuda.get_rng_state(trainer.device)
     updates = max(step.item() for step in optimizer_state(trainer, "step"))  # a scaler skips some
     return dict(format=format_of(trainer.program), config=asdict(trainer.settings.model),
-                training=dict(asdict(trainer.training), ranks=trainer.world.size), step=trainer.step_number,
+                training=dict(asdict(trainer.settings.training), ranks=trainer.world.size),
+                step=trainer.step_number,
                 moments={kind: kinds.pop(kind) for kind in MOMENTS},
                 updates=updates, scaler=trainer.scaler.state_dict(), rng=rng, best=dict(trainer.best),
                 averaged_steps=average.steps if average else 0, gradient_norm=trainer.gradient_norm.item(),
@@ -79,7 +80,7 @@ OTHER_RESULTS = (".json", ".jsonl", ".png", ".tsv")  # of a run
 def outputs(trainer):
     """{path: whether the run goes on with what is in it} of the files that a run saves into. UserError, now
     rather than after hours of training: only a checkpoint of this program may be replaced."""
-    training, place = trainer.training, os.path.realpath(trainer.settings.profiler.profile_dir)
+    training, place = trainer.settings.training, os.path.realpath(trainer.settings.profiler.profile_dir)
     paths = {flag(name): getattr(training, name) for name in ("save_checkpoint", "save_best")
              if getattr(training, name)}
     for name, path in paths.items():
@@ -98,7 +99,7 @@ def outputs(trainer):
 
 def continues(trainer, path, saved):
     """Whether a file is the one that is resumed, or holds the best weights of that run."""
-    resumed, best, of_file = trainer.training.resume, trainer.best, saved.get("best", {})
+    resumed, best, of_file = trainer.settings.training.resume, trainer.best, saved.get("best", {})
     return bool(resumed) and (os.path.samefile(path, resumed) or best["step"] is not None and
                               saved["step"] == best["step"] and of_file.get("score") == best["score"])
 
@@ -204,7 +205,7 @@ def restore(trainer, path):
         trainer.best = {**trainer.best, **saved.get("best", {})}  # older ones have none
         trainer.gradient_norm.fill_(saved.get("gradient_norm", 0.0))
         remember(trainer, saved)
-    trainer.world.reseed(trainer.training.seed, saved["step"])
+    trainer.world.reseed(trainer.settings.training.seed, saved["step"])
     return saved
 
 
@@ -217,7 +218,7 @@ def remember(trainer, saved):
 
 def load_run(trainer, path, source):
     """restore(), and refuse what the run could not honestly do with it. Raises UserError."""
-    saved, training = restore(trainer, path), trainer.training
+    saved, training = restore(trainer, path), trainer.settings.training
     refuse_leaks(saved, source, f"--resume {path}")
     if trainer.step_number >= training.num_steps:
         raise UserError(f"--num-steps {training.num_steps}: {path} is at step {trainer.step_number} already")
@@ -235,7 +236,7 @@ def load_run(trainer, path, source):
 
 def out_of_patience(trainer):
     """Whether --early-stopping ends the run: so many evaluations since the best one."""
-    patience = trainer.training.early_stopping
+    patience = trainer.settings.training.early_stopping
     return patience is not None and trainer.best["since"] >= patience
 
 

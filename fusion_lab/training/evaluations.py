@@ -37,21 +37,21 @@ def evaluate(trainer, source, metrics, stop, say, final=False):
             metrics.by_step["final"] = metrics.by_step[trainer.step_number]
         return
     with trainer.averaged(), own_random_numbers(trainer.device):
-        found, interrupted = trainer.world.from_first(
+        evaluation, interrupted = trainer.world.from_first(
             lambda: (None if stop.signal else source.evaluate(trainer, stop), stop.signal))
-    if found is None:
+    if evaluation is None:
         return
     if interrupted:
         say(f"Interrupted in the evaluation after step {trainer.step_number}")
         return
-    say(found.line)
-    metrics.evaluation(trainer.step_number, found, final)
-    best, training = trainer.best, trainer.training
-    if found.score is not None and (best["score"] is None or found.score > best["score"]):
-        trainer.best = dict(score=found.score, step=trainer.step_number, since=0)
+    say(evaluation.line)
+    metrics.evaluation(trainer.step_number, evaluation, final)
+    best, training = trainer.best, trainer.settings.training
+    if evaluation.score is not None and (best["score"] is None or evaluation.score > best["score"]):
+        trainer.best = dict(score=evaluation.score, step=trainer.step_number, since=0)
         if training.save_best:
             save(trainer, training.save_best)
         if training.save_best and final and training.save_checkpoint:  # once more: it knows of the best now
             save(trainer, training.save_checkpoint)
-    elif found.score is not None and not final:
+    elif evaluation.score is not None and not final:
         trainer.best = dict(best, since=best["since"] + 1)

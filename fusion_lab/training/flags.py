@@ -86,10 +86,10 @@ class Parser(argparse.ArgumentParser):
                               version=f"{os.path.basename(self.prog)} of TinyOpenFold {__version__}")
 
     def parse_args(self, args=None, namespace=None):
-        found, unknown = self.parse_known_args(args, namespace)
+        arguments, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse_unknown(unknown)
-        return found
+        return arguments
 
     def refuse_unknown(self, words, hint=""):
         """End the program, with the flags that were meant, by their spelling."""
@@ -120,12 +120,12 @@ def whole_number(low=1):
 def whole_numbers(text):
     """For argparse: "32 64" or "32,64" -> [32, 64]"""
     try:
-        found = [whole_number()(word) for word in text.replace(",", " ").split()]
+        numbers = [whole_number()(word) for word in text.replace(",", " ").split()]
     except argparse.ArgumentTypeError:
-        found = []
-    if not found:
+        numbers = []
+    if not numbers:
         raise argparse.ArgumentTypeError(f'{text!r}: must be whole numbers of at least 1, such as "32 64"')
-    return found
+    return numbers
 
 
 def regular_expression(text):

@@ -102,8 +102,8 @@ def free_memory(device):
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    found = first_line("/proc/meminfo", "MemAvailable")
-    free = [1024 * int(found.split()[0])] if found else []
+    available = first_line("/proc/meminfo", "MemAvailable")
+    free = [1024 * int(available.split()[0])] if available else []
     with contextlib.suppress(OSError, ValueError):  # of a container; "max" where there is no limit
         limit, used = (int(text_of(f"/sys/fs/cgroup/memory.{kind}")) for kind in ("max", "current"))
         taken = dict(line.split() for line in text_of("/sys/fs/cgroup/memory.stat").splitlines())

@@ -57,7 +57,7 @@ def load_weights(trainer, path, source):
 
 def begin_from_files(trainer, source):
     """Take what --resume or --init-from names. Raises UserError."""
-    training = trainer.training
+    training = trainer.settings.training
     for name in ("save_best", "early_stopping"):
         if getattr(training, name) and not source.chooses:
             raise UserError(f"{flag(name)}: {trainer.program.name} does not say which evaluation is better")

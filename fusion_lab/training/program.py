@@ -217,8 +217,8 @@ def load_program(path=DEFAULT_PROGRAM):
         if place not in sys.path:
             sys.path.append(place)
     known = sys.modules.get(name)  # find_spec() would fail for what runs as the main program
-    found = known or (None if "." in name else importlib.util.find_spec(name))  # a dot would mean a package
-    origin = getattr(found, "__file__" if known else "origin", None)
+    there = known or (None if "." in name else importlib.util.find_spec(name))  # a dot would mean a package
+    origin = getattr(there, "__file__" if known else "origin", None)
     if origin and os.path.realpath(origin) == os.path.realpath(path):
         module = importlib.import_module(name)
     else:  # another module has this name, or no module can

@@ -24,8 +24,8 @@ def require_finite(loss, step):
 
 def step_line(trainer, loss, timer, memory):
     """Of the steps since the last such line. memory: MB of one GPU, or None; the speed is of all."""
-    training, done, count = trainer.training, trainer.step_number, trainer.training.log_every
-    seconds = float(np.median(timer.seconds(count).sum(axis=1)))
+    training, done = trainer.settings.training, trainer.step_number
+    seconds = float(np.median(timer.seconds(training.log_every).sum(axis=1)))
     memory = "   n/a" if memory is None else f"{memory:6.1f}"
     speed = training.batch_size * trainer.world.size / seconds
     return (f"Step {done:3d}/{training.num_steps} | Loss: {loss:.4f} | Speed: {speed:6.1f} samples/sec"
@@ -85,7 +85,7 @@ def describe_start(trainer, source):
 def print_ending(trainer, paths, stopped):
     """How far a run came, where its files are, and how to go on. stopped: the signal that ended it, or
     None."""
-    training, done = trainer.training, trainer.step_number
+    training, done = trainer.settings.training, trainer.step_number
     planned, saved, best = training.num_steps, training.save_checkpoint, trainer.best
     if best["score"] is not None:
         print(f"Best evaluation: {best['score']:.3f} after step {best['step']}"

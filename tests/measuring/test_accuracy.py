@@ -187,7 +187,7 @@ class Deaf(Mlp):
 def telling(losses):
     """A trainer whose steps take a batch of two of the tiny model and return these losses."""
     def step(trainer, batch):
-        assert batch["x"].shape == (2, 16) and trainer.training.learning_rate == 1e-3
+        assert batch["x"].shape == (2, 16) and trainer.settings.training.learning_rate == 1e-3
         tof.Trainer.step(trainer, batch)
         return torch.tensor(left.pop(0))
     left = list(losses)

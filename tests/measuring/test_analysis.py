@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusion_lab.measuring import analysis
-from fusion_lab.measuring.probe import Findings
+from fusion_lab.measuring.probe import Counts
 from tests.second_program import PROGRAM as SECOND
 
 MB = 2 ** 20
@@ -53,7 +53,7 @@ def analysed(events, directory, samples=(), untraced=3, seconds=0.25e-3, **found
                               model=SimpleNamespace(statistics=lambda: dict(kernels_by_rule=15, other=1)))
     profiling = SimpleNamespace(trace=str(directory / "t.json"), without=untraced, samples=list(samples),
                                 untraced=lambda steps: steps[:untraced] if untraced else steps)
-    known = Findings(**{**dict(saved=dict(up=3 * MB, rest=MB), flops=7, launches=3), **found})
+    known = Counts(**{**dict(saved=dict(up=3 * MB, rest=MB), flops=7, launches=3), **found})
     times = np.array([[seconds] * 4] * 3 + [[1.0] * 4] * 2)
     return analysis.analysis_of(trainer, known, times, 2.0, profiling)
 

@@ -9,7 +9,7 @@ import torch
 from fusion_lab.measuring import clocks, roctx
 from fusion_lab.measuring.clocks import PhaseTimer, RangeSums
 from fusion_lab.measuring.counters import OpCounter, saved_activations
-from fusion_lab.measuring.probe import Findings
+from fusion_lab.measuring.probe import Counts
 from fusion_lab.measuring.ranges import ranges
 from fusion_lab.measuring.recorders import OuterProfiler, Profiling
 from fusion_lab.measuring.tables import cell, markdown
@@ -131,7 +131,7 @@ def outer_profiling(monkeypatch, said, **values):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("wait"))
     config = ProfilerConfig(enable_rocm_profiling=True, profile_dir="/nonexistent", **values)
     layer = torch.nn.Linear(2, 2)
-    return layer, Profiling(config, GPU, [("layer", layer)], Findings({}, 1), 4)
+    return layer, Profiling(config, GPU, [("layer", layer)], Counts({}, 1), 4)
 
 
 def test_an_outer_profiler_hears_of_steps_ranges_and_pauses(monkeypatch):
@@ -164,7 +164,7 @@ def test_on_rocm_the_outer_profiler_is_reached_by_roctx(monkeypatch, capsys):
     monkeypatch.setattr(roctx, "resume", missing)
     OuterProfiler().pause(on=True)
     assert "no profiler start and stop (no library)" in capsys.readouterr().out
-    with Profiling(ProfilerConfig(enable_rocm_profiling=True), CPU, [], Findings({}, 1), 4) as profiling:
+    with Profiling(ProfilerConfig(enable_rocm_profiling=True), CPU, [], Counts({}, 1), 4) as profiling:
         with profiling.paused():
             pass
     assert said == ["resume", "wait", "pause"] and "no GPU here" in capsys.readouterr().out
@@ -174,7 +174,7 @@ def test_on_rocm_the_outer_profiler_is_reached_by_roctx(monkeypatch, capsys):
     (21, 15, 5, 15), (10, 5, 4, 5), (4, 2, 1, 2), (3, 1, 1, 1), (2, 0, 1, 2), (1, 0, 1, 1)])
 def test_the_last_steps_are_traced_and_those_before_are_not(steps, without, traced, untraced):
     """Between them is the one in which the profiler starts."""
-    profiling = Profiling(ProfilerConfig(enable_pytorch_profiler=True), CPU, [], Findings({}, 1), steps)
+    profiling = Profiling(ProfilerConfig(enable_pytorch_profiler=True), CPU, [], Counts({}, 1), steps)
     assert (profiling.without, profiling.tracer.traced) == (without, traced)
     assert profiling.untraced(list(range(steps))) == list(range(untraced))
 
@@ -184,7 +184,7 @@ def test_a_cpu_s_steps_are_timed_by_range(tmp_path, capsys):
     evaluation runs is not counted."""
     layer, config = torch.nn.Linear(2, 2), ProfilerConfig(enable_pytorch_profiler=True,
                                                           profile_dir=str(tmp_path))
-    with Profiling(config, CPU, [("layer", layer)], Findings({}, 1), 4) as profiling:
+    with Profiling(config, CPU, [("layer", layer)], Counts({}, 1), 4) as profiling:
         profiling.times.sums.clock = itertools.count().__next__
         for phase in ("forward", "backward", "data", "forward"):
             profiling.enter(phase)
@@ -200,7 +200,7 @@ def test_a_cpu_s_steps_are_timed_by_range(tmp_path, capsys):
 
 def test_a_memory_profile_is_sorted_and_in_megabytes(tmp_path, capsys):
     config = ProfilerConfig(profile_dir=str(tmp_path), enable_memory_profiling=True)
-    found = Findings(dict(a=2 ** 20, b=3 * 2 ** 20), 1, timeline=[(1, 8)])
+    found = Counts(dict(a=2 ** 20, b=3 * 2 ** 20), 1, timeline=[(1, 8)])
     with Profiling(config, CPU, [], found, 4):
         pass
     lines = capsys.readouterr().out.splitlines()

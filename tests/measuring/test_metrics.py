@@ -82,7 +82,7 @@ def test_a_resumed_run_knows_its_directory_by_the_norm_of_its_last_step(content,
     if content:
         (tmp_path / "metrics.jsonl").write_text("".join(content))
     settings = SECOND.settings(profile_dir=str(tmp_path), resume=resume)
-    trainer = SimpleNamespace(settings=settings, training=settings.training, step_number=4,
+    trainer = SimpleNamespace(settings=settings, step_number=4,
                               gradient_norm=torch.tensor(norm))
     assert metrics.resumes(trainer, RunDirectory(SECOND, settings)) is own
 

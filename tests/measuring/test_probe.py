@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion_lab.measuring import probe as probe_module
-from fusion_lab.measuring.probe import Findings, peak_megabytes, probe, unmeasured_memory, warm_up
+from fusion_lab.measuring.probe import Counts, peak_megabytes, probe, unmeasured_memory, warm_up
 from tests.second_program import PROGRAM as SECOND
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -47,15 +47,15 @@ def test_kernels_that_were_not_recorded_are_no_launches(names, kernels, launches
 
 def test_peak_memory_in_megabytes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2 ** 20)
-    assert Findings(dict(a=2 ** 20, b=2 ** 19), 1).saved_mb == 1.5
+    assert Counts(dict(a=2 ** 20, b=2 ** 19), 1).saved_mb == 1.5
     for peak, on_cpu, on_gpu in ((None, None, 3.0), (2 ** 19, 0.5, 3.0), (5 * 2 ** 20, 5.0, 5.0)):
-        found = Findings({}, 1, peak=peak)
+        found = Counts({}, 1, peak=peak)
         assert (peak_megabytes(CPU, found), peak_megabytes(GPU, found)) == (on_cpu, on_gpu)
 
 
 def test_memory_of_an_evaluation_is_not_that_of_a_step(monkeypatch):
     """What the steps needed until then is kept, and the allocator begins anew."""
-    peak, found = [70], Findings({}, 1)
+    peak, found = [70], Counts({}, 1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.clear())
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: max(peak, default=0))
@@ -76,7 +76,7 @@ def test_memory_of_a_warm_up_is_not_that_of_a_step(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.clear())
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: max(peak, default=0))
     monkeypatch.setattr(probe_module, "to_device", lambda batch, device: batch)
-    monkeypatch.setattr(probe_module, "probe", lambda *_, **__: peak.append(99 * 2 ** 20) or Findings({}, 1))
+    monkeypatch.setattr(probe_module, "probe", lambda *_, **__: peak.append(99 * 2 ** 20) or Counts({}, 1))
     trainer, _ = second(warmup_steps=0)
     trainer.device, trainer.preserved = GPU, contextlib.nullcontext
     found = warm_up(trainer, SECOND.data(trainer.settings))
@@ -99,7 +99,7 @@ def test_warm_up_times_its_steps_and_leaves_nothing_behind(monkeypatch):
 def test_an_outer_profiler_does_not_share_the_gpu_with_one_that_counts(monkeypatch):
     asked = []
     monkeypatch.setattr(probe_module, "probe", lambda *_, count_launches: asked.append(count_launches)
-                        or Findings({}, 1))
+                        or Counts({}, 1))
     for outer, trace in ((False, False), (True, False), (True, True)):  # the last: --enable-all-profiling
         trainer, _ = second(warmup_steps=0, enable_rocm_profiling=outer, enable_pytorch_profiler=trace)
         warm_up(trainer, SECOND.data(trainer.settings))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+import tiny_openfold_v2 as tof
 from fusion_lab.training.errors import UserError
 from fusion_lab.training.evaluations import Evaluation
 from tiny_openfold.proteins import evaluation, files, maps
@@ -102,8 +103,8 @@ def test_the_end_of_a_run_draws_one_protein(evaluated, asked, draws, tmp_path, c
         training=iter(()), held_out=iter([(a_map(name).protein, dict(batch)) for name in "yx"])))
     trainer = SimpleNamespace(
         model=Model(), device=torch.device("cpu"), step_number=7, sequences={},
-        training=SimpleNamespace(plot_contacts=str(tmp_path) if asked else None),
-        settings=SimpleNamespace(profiler=SimpleNamespace(profile_dir=str(tmp_path))))
+        settings=tof.PROGRAM.settings(plot_contacts=str(tmp_path) if asked else None,
+                                      profile_dir=str(tmp_path)))
     (tmp_path / "contacts.tsv").write_text("earlier")
     final = Evaluation("", {}, details=dict(held_out=dict(x=OTHER)))
     on_its_way = {3: Evaluation("", {})} if evaluated > 1 else {}
@@ -139,7 +140,7 @@ def test_the_end_of_a_run_names_held_out_families_whose_relatives_it_learned_fro
     families = [files.Protein(name, files._tokens(letters.encode())[None], None)
                 for name, letters in (("renamed", own), ("new", other), ("skipped", own))]
     trainer = SimpleNamespace(step_number=7, sequences=dict(known=[own]),
-                              training=SimpleNamespace(plot_contacts=None))
+                              settings=tof.PROGRAM.settings())
     final = Evaluation("", {}, details=dict(held_out=dict(renamed=OTHER, new=OTHER)))
     evaluation.closing(trainer, SimpleNamespace(sequences=dict(f=[own]), unseen=families), dict(final=final))
     last = capsys.readouterr().out.splitlines()[-1]

@@ -120,10 +120,11 @@ def test_a_signal_of_which_the_other_ranks_do_not_know_yet_waits(tmp_path, monke
 
 @pytest.mark.parametrize("first, own", [(None, signal.SIGTERM), (signal.SIGTERM, None)])
 def test_the_first_rank_says_whether_an_evaluation_counts(first, own, monkeypatch):
-    found = Evaluation("line", {}, 0.5, {})
-    monkeypatch.setattr(World, "from_first", lambda *_: (found, first))
+    evaluation = Evaluation("line", {}, 0.5, {})
+    monkeypatch.setattr(World, "from_first", lambda *_: (evaluation, first))
     trainer = SimpleNamespace(world=World(), averaged=contextlib.nullcontext, device=torch.device("cpu"),
-                              best=dict(score=None), step_number=8, training=SimpleNamespace(save_best=None))
+                              best=dict(score=None), step_number=8,
+                              settings=second_program.PROGRAM.settings())
     metrics = SimpleNamespace(evaluation=lambda *_: None)
     evaluate(trainer, None, metrics, SimpleNamespace(signal=own), print)
     assert trainer.best["score"] == (0.5 if first is None else None)

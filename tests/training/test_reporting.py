@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 
 
 def test_a_step_line():
-    training = SimpleNamespace(num_steps=120, batch_size=4, log_every=2)
-    trainer = SimpleNamespace(device=CPU, training=training, step_number=5, world=World(size=2))
+    settings = SECOND.settings(num_steps=120, batch_size=4, log_every=2)
+    trainer = SimpleNamespace(device=CPU, settings=settings, step_number=5, world=World(size=2))
     timer = SimpleNamespace(seconds=lambda last: np.array(
         [[9.0, 9.0], [0.005, 0.0075], [0.0025, 0.01]])[-last:])
     assert step_line(trainer, 1.25, timer, 10.26) == (
@@ -40,8 +40,8 @@ def test_the_last_line_is_shortened_from_behind(capsys):
 
 def test_how_to_go_on(capsys):
     def said(done, saved, stopped=None, schedule="constant"):
-        training = SimpleNamespace(save_checkpoint=saved, save_best=None, num_steps=10, lr_schedule=schedule)
-        trainer = SimpleNamespace(step_number=done, training=training,
+        settings = SECOND.settings(save_checkpoint=saved, num_steps=10, lr_schedule=schedule)
+        trainer = SimpleNamespace(step_number=done, settings=settings,
                                   best=dict(score=None, step=None, since=2))
         print_ending(trainer, ["s.json", None, "m.jsonl"], stopped)
         return capsys.readouterr().out

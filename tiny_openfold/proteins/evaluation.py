@@ -64,7 +64,7 @@ def closing(trainer, source, evaluations):
     held_out = evaluations["final"].details.get("held_out") if "final" in evaluations else None
     if not held_out:
         return
-    if directory := trainer.training.plot_contacts:
+    if directory := trainer.settings.training.plot_contacts:
         write_maps(trainer, source, {name: os.path.join(directory, name) for name in held_out})
     elif len(evaluations) > 1 and find_spec("matplotlib"):
         path = os.path.join(trainer.settings.profiler.profile_dir, "contacts")
