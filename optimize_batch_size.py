@@ -6,7 +6,7 @@ import sys
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `python -I` leaves out
 from fusion_lab.training import errors
 
-errors.quiet(__name__, "torch", "numpy", "tqdm")
+errors.begin(__name__, "torch", "numpy", "tqdm")
 
 if __name__ == "__main__":
     from fusion_lab.measuring.batch_size import main

@@ -7,7 +7,7 @@ import sys
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `python -I` leaves out
 from fusion_lab.training import errors
 
-errors.quiet(__name__)
+errors.begin(__name__)
 
 if __name__ == "__main__":
     from fusion_lab.rocm.all_profilers import main

@@ -21,8 +21,8 @@ import sys
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `python -I` leaves out
 from fusion_lab.training import errors
 
-errors.quiet(__name__)  # Ctrl-C is one line, during the imports, too
-if __name__ == "__main__":  # whoever imports this file gets what runs, and so one set of classes
+errors.begin(__name__)  # Ctrl-C is one line, during the imports, too
+if __name__ == "__main__":  # an import of this file gives what runs, so there is one set of classes
     sys.modules["tiny_openfold_v2"] = sys.modules["__main__"]
 
 from dataclasses import dataclass
@@ -638,8 +638,8 @@ class Trainer:
         self.gradient_norm = torch.zeros((), device=device)  # of the last step, before clipping
         self.step_number = 0  # steps that were made
         self.best = dict(score=None, step=None, since=0)  # evaluation, and how many came after it
-        self.trained_on, self.chosen_by = set(), set()  # names, so that nobody evaluates the model on them
-        self.sequences = {}  # of what was learned from, by which its relatives are found
+        self.trained_on, self.chosen_by = set(), set()  # names on which the model must not be tested
+        self.sequences = {}  # of trained_on, to find their relatives
 
     def forward(self, batch, only_loss=False):
         """The model's output for a batch, or as much of it as a training step needs."""
@@ -760,7 +760,7 @@ def train(program, settings, compare_with=None, min_speedup=None):
     world.from_first(lambda: folder.claim_outputs(resumes(trainer, folder), checkpoints.outputs(trainer)))
     reporting.describe_start(trainer, source)
 
-    with errors.StopRequest(patient=world.size > 1) as stop:  # a signal only asks; whoever can end early does
+    with errors.StopRequest(patient=world.size > 1) as stop:  # a signal only asks to stop
         counts, metrics = probe.warm_up(trainer, source, stop), Metrics(trainer, folder)
         recorded = settings.profiler if world.first else ProfilerConfig()  # one rank records
         num_steps = training.num_steps - trainer.step_number

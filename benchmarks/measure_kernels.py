@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from fusion_lab.training import errors
 
-errors.quiet(__name__)
+errors.begin(__name__)
 
 from fusion_lab.training.errors import NO_GPU, UserError, exit_code, require_packages
 from fusion_lab.training.files import finite, write_json

@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from fusion_lab.training import errors
 
-errors.quiet(__name__, "torch")
+errors.begin(__name__, "torch")
 
 import torch
 from torch import nn

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from fusion_lab.training import errors
 
-errors.quiet(__name__, "torch")
+errors.begin(__name__, "torch")
 
 import torch
 from measure_ladder import ULTRA, summary_of

@@ -28,7 +28,7 @@ from types import SimpleNamespace
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from fusion_lab.training import errors, files
 
-errors.quiet(__name__, "torch")
+errors.begin(__name__, "torch")
 
 import torch
 import torch.nn.functional as F

@@ -21,7 +21,7 @@ from typing import NamedTuple
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from fusion_lab.training import errors
 
-errors.quiet(__name__)
+errors.begin(__name__)
 
 from evoformer_kernels.limits import CHANNELS, HAS_TRITON, runs
 from fusion_lab.training import flags

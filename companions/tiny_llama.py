@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from fusion_lab.training import errors
 
-errors.quiet(__name__)
+errors.begin(__name__)
 
 from companions.kernels import ULTRA_WIDTHS
 from evoformer_kernels.limits import HAS_TRITON, runs

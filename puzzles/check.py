@@ -18,7 +18,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from fusion_lab.training import errors
 
-errors.quiet(__name__)
+errors.begin(__name__)
 
 from fusion_lab.training.errors import MISSING, UserError, exit_code, interpreter_fault, require_packages
 from fusion_lab.training.flags import Parser

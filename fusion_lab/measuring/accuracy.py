@@ -115,8 +115,8 @@ OF_THE_STEP = {"enable_cuda_graphs", "enable_master_weights", "enable_triton_ada
 
 
 def covered(settings, device):
-    """What a check of these settings runs, as the end of its result: checked, switches that outputs and
-    gradients depend on; not_used, why others do nothing here or nothing to these."""
+    """What a check of these settings covers, for its result. checked: the switches that outputs and gradients
+    depend on. not_used: why the others have no effect, or none on outputs and gradients."""
     on_gpu = device.type == "cuda"
     used = settings.in_use(on_gpu)
     beyond = [spelled(name) for name in used if name in OF_THE_STEP]

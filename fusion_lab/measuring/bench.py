@@ -31,8 +31,8 @@ def only_a_graph(trainer, batch):
 
 
 class Candidate:
-    """make() gives what takes the steps: step(batch, mark) returns the loss, and calls mark() after each of
-    its phases. count(trainer, batch) gives Counts. reason: why it is not measured, or is no more."""
+    """make() returns a trainer: its step(batch, mark) returns the loss and calls mark() after each phase.
+    count(trainer, batch) returns Counts. reason: why it is not measured, or no longer."""
 
     def __init__(self, name, make, reason=None, count=only_a_graph):
         self.name, self.make, self.reason, self.count = name, make, reason, count

@@ -38,8 +38,9 @@ class PhaseTimer:
             self.enter(self.names[number])
 
     def seconds(self, last=0):
-        """(steps, phases) seconds between the marks of each step, or of so many of the last ones; without a
-        last one that was broken off. What is read keeps no event, of which a long run would have many."""
+        """(steps, phases) seconds between the marks of each step, or of the last ones only; a step that was
+        broken off does not count. Events that were read are dropped, so that a long run does not keep
+        them."""
         if self.steps and not self.read:
             self.phases = max(1, len(self.steps[0]) - 1)
         whole = [step for step in self.steps if len(step) == self.phases + 1]

@@ -11,7 +11,7 @@ from fusion_lab.measuring.tables import cell, code, escaped, markdown
 from fusion_lab.measuring.variants import spelled
 from fusion_lab.profiler.plots import SUBLAYERS, TIMELINE
 from fusion_lab.training.errors import UserError
-from fusion_lab.training.files import read_json, write_text
+from fusion_lab.training.files import read_json
 
 REPORT = "comprehensive_profiling_report.md"
 TOP = 20
@@ -90,16 +90,16 @@ def run_lines(program, settings, analysis):
             f"{analysis['launches_per_step'] or 'not counted'}."]
 
 
-def report_lines(program, settings, analysis, pictures=()):
-    """The report as markdown lines; pictures: names of those that lie beside it."""
+def text(program, settings, analysis, pictures=()):
+    """The report in markdown; pictures: names of those that lie beside it."""
     def picture(name):
         return ["", f"![{name.removesuffix('.png').replace('_', ' ')}]({name})"] if name in pictures else []
     cover, unit, switches = analysis["coverage"], analysis["unit"], switch_rows(program, analysis)
     saved = sum(analysis["saved_activation_mb"].values())
     peak = cell(analysis["memory_peak_mb"], ".1f", unit=" MB") or "not measured"
     lines = ["# PyTorch profiler session", "", *run_lines(program, settings, analysis), "",
-             *(f"**Caution:** {text}\n" for text in analysis["unrecorded"]), "## Findings", "",
-             *(f"{i}. {text}" for i, text in enumerate(analysis["findings"], 1)), "",
+             *(f"**Caution:** {each}\n" for each in analysis["unrecorded"]), "## Findings", "",
+             *(f"{i}. {each}" for i, each in enumerate(analysis["findings"], 1)), "",
              "## Time and memory by sub-layer", "",
              f"Forward and backward of all blocks, per step. Sub-layers hold {100 * cover['sublayers']:.1f}% "
              f"of the time; \"{REST}\" is what surrounds them. {TIMES[unit]} \"At most\": so many times as "
@@ -115,12 +115,8 @@ def report_lines(program, settings, analysis, pictures=()):
                   *markdown(roofline_rows(analysis["roofline"]))]
     if "compared_with" in analysis:
         lines += ["", *comparison_lines(analysis["compared_with"])]
-    return [*lines, "", f"Trace of {analysis['profile_steps']} steps: `{analysis['trace']}`, for "
-            f"https://ui.perfetto.dev. All figures: `{ANALYSIS}`."]
-
-
-def write_lines(path, lines):
-    write_text(path, "\n".join(lines) + "\n")
+    return "\n".join([*lines, "", f"Trace of {analysis['profile_steps']} steps: `{analysis['trace']}`, for "
+                      f"https://ui.perfetto.dev. All figures: `{ANALYSIS}`.\n"])
 
 
 def read_analysis(directory):

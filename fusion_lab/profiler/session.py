@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections import Counter
 
+from fusion_lab.measuring import variants
 from fusion_lab.measuring.analysis import ANALYSIS
 from fusion_lab.measuring.bench import release
 from fusion_lab.measuring.compare import compare
@@ -11,27 +12,11 @@ from fusion_lab.measuring.comparison_table import Notes, below, table, to_copy
 from fusion_lab.measuring.roofline import measure_ceilings, roofline_rows, roofline_table
 from fusion_lab.measuring.tables import markdown
 from fusion_lab.measuring.trace import TraceAnalysis, read_trace
-from fusion_lab.measuring.variants import (
-    BASELINE,
-    COMPILED,
-    FUSED,
-    ONLY,
-    WITHOUT,
-    fusion_named,
-    spelled,
-    with_fusion,
-)
+from fusion_lab.measuring.variants import BASELINE, COMPILED, FUSED, ONLY, WITHOUT
+from fusion_lab.profiler import report
 from fusion_lab.profiler.plots import write_ablation_plot, write_plots
-from fusion_lab.profiler.report import (
-    REPORT,
-    compare_sessions,
-    comparison_lines,
-    machine_line,
-    report_lines,
-    write_lines,
-)
 from fusion_lab.training.errors import FAILED, StopRequest, UserError
-from fusion_lab.training.files import finite, read_json, write_json
+from fusion_lab.training.files import finite, read_json, write_json, write_text
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.reporting import command_of
 
@@ -59,13 +44,13 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
         analysis.update(ceilings=ceilings, roofline=roofline_table(program, settings, device.type == "cuda",
                                                                    ceilings, measured))
     if earlier:
-        analysis["compared_with"] = compare_sessions(earlier[1], analysis, earlier[0])
+        analysis["compared_with"] = report.compare_sessions(earlier[1], analysis, earlier[0])
     trace = TraceAnalysis(read_trace(os.path.join(directory, analysis["trace"])), program.model.SUBLAYERS)
     write_json(path, finite(analysis))
-    report = os.path.join(directory, REPORT)
-    write_lines(report, report_lines(program, settings, analysis, []))  # before what may fail or last
+    path = os.path.join(directory, report.REPORT)
+    write_text(path, report.text(program, settings, analysis))  # before pictures, which may fail or last
     pictures = [] if code else write_plots(directory, analysis, trace)
-    write_lines(report, report_lines(program, settings, analysis, pictures))
+    write_text(path, report.text(program, settings, analysis, pictures))
     print_session(analysis, directory, pictures)
     print(f"To copy, without the profiler: {command_of(program, settings)}")
     if code:
@@ -78,8 +63,8 @@ def print_session(analysis, directory, pictures):
     if "roofline" in analysis:
         print("\n".join(markdown(roofline_rows(analysis["roofline"]))))
     if "compared_with" in analysis:
-        print("\n".join(comparison_lines(analysis["compared_with"])))
-    print(f"Results in {directory}: {', '.join([REPORT, ANALYSIS, analysis['trace'], *pictures])}")
+        print("\n".join(report.comparison_lines(analysis["compared_with"])))
+    print(f"Results in {directory}: {', '.join([report.REPORT, ANALYSIS, analysis['trace'], *pictures])}")
     for text in analysis["unrecorded"]:
         print(f"Caution: {text}")
     print("Findings:")
@@ -90,7 +75,7 @@ def print_session(analysis, directory, pictures):
 def ablation_names(program):
     """Baseline, each fusion alone, all, and all without each one of those that are on by default."""
     usual = program.fusion_config()
-    switches = [spelled(name) for name in usual.names() if getattr(usual, name)]
+    switches = [variants.spelled(name) for name in usual.names() if getattr(usual, name)]
     return [BASELINE, *(f"{ONLY}{name}" for name in switches), FUSED,
             *(f"{WITHOUT}{name}" for name in switches), COMPILED]
 
@@ -113,11 +98,11 @@ def ablation(program, settings, directory, names, rounds, **options):
     last = to_copy(program, settings, comparison.rows)
     lines, result = [*table(comparison.rows), "", *below(comparison), "", *last], save(comparison)
     print("\n".join(lines))
-    about = f"{machine_line(result)}, {program.sample(settings)}."
-    write_lines(f"{path}.md", ["# Ablation", "", about, "", *lines])
+    about = f"{report.machine_line(result)}, {program.sample(settings)}."
+    write_text(f"{path}.md", "\n".join(["# Ablation", "", about, "", *lines, ""]))
     write_ablation_plot(f"{path}.png", result["variants"])
     for name in [row.name for row in comparison.rows if row.measured]:
-        chosen = with_fusion(settings, fusion_named(name, settings.fusion))
+        chosen = variants.with_fusion(settings, variants.fusion_named(name, settings.fusion))
         place = os.path.join(directory, name)
         print(f"Session of {name} in {place}", flush=True)
         with open(f"{place}.log", "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):

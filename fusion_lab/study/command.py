@@ -6,7 +6,7 @@ results.jsonl with a line for every point that has ended: its run and sizes, `ok
 """
 from fusion_lab.training import errors, words
 
-errors.quiet(__name__, "torch", "numpy", "tqdm")
+errors.begin(__name__, "torch", "numpy", "tqdm")
 
 import json
 import os

@@ -108,9 +108,9 @@ def continues(trainer, path, saved):
 
 def read_saved(path, what, program, *kinds):
     """The dict, tensors and plain values, in a checkpoint of a program or in its file of another of these
-    kinds. torch.load() looks at no checksum, and takes for a directory what one wrong bit calls one, so the
-    entries of the zip file are checked first. Neither packed entries nor a view of few numbers may ask for
-    more memory than the file has bytes. Raises UserError, which begins with what the file should be."""
+    kinds. torch.load() checks no checksum, and one wrong bit makes it read an entry as a directory, so the
+    entries of the zip file are checked first. A file that would need more memory than it has bytes, by packed
+    entries or by a view of few numbers, is refused. Raises UserError, which calls the file `what`."""
     try:
         with zipfile.ZipFile(path) as entries:
             listed = entries.infolist()
@@ -134,7 +134,7 @@ def read_saved(path, what, program, *kinds):
 
 @contextlib.contextmanager
 def understanding(what, path):
-    """Whatever the content of a file leads to within is a UserError that names it."""
+    """Within, an error that the content of a file leads to becomes a UserError that names the file."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -153,8 +153,8 @@ def read_checkpoint(path, program, config):
 
 
 def saved_config(saved, program):
-    """The config of a model that was saved; what may be resized has its default, and fields that are newer
-    have, too. Call it within understanding()."""
+    """The config of a saved model. Fields that may be resized, and fields that are newer than the file, have
+    their defaults. Call it within understanding()."""
     resized = {f.name for f in fields(program.model_config) if f.metadata["resized"]}
     return program.model_config(**{n: v for n, v in saved["config"].items() if n not in resized})
 

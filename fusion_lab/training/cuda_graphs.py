@@ -44,8 +44,8 @@ class GraphedStep:
         self.peak = torch.cuda.max_memory_allocated(device)
 
     def __call__(self, batch):
-        """Replay on a batch of the captured shapes; returns a copy of run's result, a tensor. Who replays
-        `graph` instead may have any result."""
+        """Replay on a batch of the captured shapes; returns a copy of run's result, which must be a tensor,
+        unless the caller replays `graph` itself."""
         for key, value in batch.items():
             self.inputs[key].copy_(value)
         self.graph.replay()

@@ -22,7 +22,7 @@ TIME_LIMIT = 600  # s for which a rank waits for the others
 
 class World:
     """The ranks of a run, and which of them this process is. Each has samples of its own; their losses and
-    gradients are added up, so that all make the same step. What needs all ranks all call, or none."""
+    gradients are added up, so that all make the same step. A method is called by all ranks or by none."""
 
     def __init__(self, rank=0, size=1, device=None):
         self.rank, self.size, self.device, self.messages = rank, size, device, 0
@@ -50,7 +50,7 @@ class World:
             torch._foreach_copy_(tensors, [s.view_as(t) for s, t in zip(sums, tensors, strict=True)])
 
     def agreed_signal(self, stop):
-        """The signal that any rank was sent, or None. Afterwards the StopRequest of each knows of it, so that
+        """The signal that any rank was sent, or None. It is noted in the StopRequest of every rank, so that
         all end after the same step. The host waits for the GPU."""
         if self.size == 1:
             return stop.signal

@@ -44,11 +44,11 @@ at_end = contextlib.ExitStack()  # what exit_code() does last, such as letting g
 # --- Signals ------------------------------------------------------------------------------------------------
 
 
-def quiet(name, *packages):
-    """The first call of a program, with its __name__ and the packages that it imports next: an older Python
-    or a missing package is refused, and Ctrl-C ends the program with one line, wherever it is; loops that
-    have something to save take a StopRequest. An ignored Ctrl-C stays ignored, as shells have it for what
-    runs in the background."""
+def begin(name, *packages):
+    """The first call of a program, with its __name__ and the packages that it imports next. An older Python
+    and a missing package are refused here. From here on, Ctrl-C ends the program with one line, also during
+    the imports; a loop that has something to save uses a StopRequest instead. Where Ctrl-C is ignored
+    already, as in a shell's background jobs, it stays ignored."""
     if sys.version_info < (3, 10):  # noqa: UP036  whoever has an older one is told
         print(f"error: Python 3.10 or newer is needed; {sys.executable} is older", file=sys.stderr)
         sys.exit(MISSING)
@@ -76,9 +76,9 @@ def end_interrupted(number, _frame):
 
 
 class StopRequest:
-    """Within, the first SIGINT, SIGTERM or SIGHUP only asks the loop to stop; the second one acts at once,
-    unless this is patient: what starts several processes may pass on one signal twice. What is ignored, as
-    SIGHUP under nohup, stays ignored."""
+    """Within, the first SIGINT, SIGTERM or SIGHUP only asks the loop to stop, and the second one acts at
+    once. patient: the second one asks, too, because what starts several processes may pass on one signal
+    twice. A signal that is ignored, as SIGHUP under nohup, stays ignored."""
 
     def __init__(self, patient=False):
         self.patient = patient

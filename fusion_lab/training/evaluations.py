@@ -29,9 +29,10 @@ def evaluating(model):
 
 
 def evaluate(trainer, source, metrics, stop, say, final=False):
-    """Evaluate the weights of this step, averaged if they are, and say(a line). What is better than all
-    before goes into --save-best. A signal prevents it, or ends it early; then it counts for nothing. The
-    final evaluation is the last one where that was of the same weights, as after --early-stopping."""
+    """Evaluate the weights of this step, or their average if there is one, and say(a line). The best weights
+    so far go into --save-best. After a signal there is no evaluation, and one that a signal cuts short does
+    not count. If the last evaluation was of the same weights, as after --early-stopping, it is the final
+    one."""
     if final and trainer.step_number in metrics.by_step:
         if not stop.signal:
             metrics.by_step["final"] = metrics.by_step[trainer.step_number]

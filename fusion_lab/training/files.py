@@ -10,8 +10,8 @@ from fusion_lab.training.errors import UserError, unwritten
 
 
 def write_atomically(path, write):
-    """write(file) into <path>.part, then rename that: a kill leaves the old file or the new one, whole. Since
-    write() fills memory, it is not the one that meets a full disk. Raises UserError."""
+    """write(file) fills memory; this goes into <path>.part, which is renamed then. So a kill leaves the old
+    file or the new one, whole, and write() never meets a full disk. Raises UserError."""
     content = io.BytesIO()
     write(content)
     path = os.path.realpath(path)  # through a symbolic link, not over it
@@ -41,7 +41,7 @@ def write_json(path, result):
 
 
 def finite(value):
-    """The same, lists and dicts within it too, with None for numbers that JSON cannot hold."""
+    """A copy of a value, lists and dicts included, with None for each number that JSON cannot hold."""
     if isinstance(value, dict):
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -50,14 +50,14 @@ def finite(value):
 
 
 def require_file(path):
-    """Raise OSError where what has this name is no regular file: a rename would replace a device, too."""
+    """Raise OSError if something other than a regular file is at path; a rename would replace even a
+    device."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(0, "is a directory" if os.path.isdir(path) else "not a regular file", path)
 
 
 def read_json(path, what="file"):
-    """The object in a JSON file, NaN and infinity as None. Raises UserError that names it: what says what it
-    should be."""
+    """The object in a JSON file, NaN and infinity as None. Raises UserError, which calls the file `what`."""
     try:
         with open(path, "rb") as file:
             content = json.loads(file.read(), parse_constant=lambda _: None)

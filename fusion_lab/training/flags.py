@@ -17,14 +17,14 @@ from fusion_lab.training.program import Program, Settings, load_program
 
 
 def judge(name, **known):
-    """A program's file calls this with its __name__ and its names and configs, before torch, which takes
-    seconds: where it is run, --help, --version and wrong flags end here, and Ctrl-C is one line."""
+    """A program's file calls this with its __name__, names and configs before it imports torch, which takes
+    seconds. If the file is run, --help, --version and wrong flags end here."""
     if name != "__main__":
         return
-    errors.quiet(name)
-    # OpenMP's threads spin while they wait for each other; on cores that others use too, one that waits keeps
-    # the one that works from running. A tenth of GNU's usual number of turns costs nothing on an idle machine
-    # and spares a third on a busy one.
+    errors.begin(name)
+    # OpenMP's threads spin while they wait for each other. On a busy machine a spinning thread keeps the one
+    # it waits for from running. A tenth of GNU's usual number of turns costs nothing on an idle machine and
+    # saves a third of the time on a busy one.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     program = Program(**known)
@@ -211,8 +211,8 @@ def verb(program, arguments, mode):
 
 
 def make_parser(program, about=None, prog=None):
-    """A program's command line; about, a text of its own for --help, makes it that of a tool, which lacks the
-    program's modes."""
+    """A program's command line, or that of a tool that takes the program's flags but not its modes: a tool
+    passes about, its own text for --help."""
     summary, _, rest = (about or program.about or "").partition("\n")
     prog = prog or program.name
     parser = Parser(prog=prog, usage=f"{prog} [flags]", description=summary, epilog=f"{rest}\n{EXIT_CODES}")

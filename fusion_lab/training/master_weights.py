@@ -103,10 +103,10 @@ class MasterWeights(ModelWeights):
 
 
 class KernelMasters(MasterWeights):
-    """Masters that a kernel updates, with the gradient as the model made it, in 16 bits: it clips that and
-    writes the model's own weights, too. Between clip() and the optimizer's step gradients are not clipped.
+    """Masters that one kernel updates. It reads the gradient in the model's 16 bits, clips it, and writes the
+    model's own weights as well. So gradients are not clipped between clip() and the optimizer's step.
 
-    wide: somebody sums or scales gradients before, who finds them in flat.grad.
+    wide: gradients are summed over ranks or unscaled before the step, for which they stand in flat.grad.
     """
 
     def __init__(self, model, dtype, wide):
@@ -144,7 +144,7 @@ class KernelMasters(MasterWeights):
         return self.norm
 
     def after_step(self):
-        """Nothing is left to do: the optimizer's kernel has written the model's weights, too."""
+        """Nothing to do, because the optimizer's kernel has written the model's weights as well."""
 
 
 def optimized_weights(model, dtype, world, kernel):

@@ -51,7 +51,8 @@ class Model:
         return {name: tensor for name, tensor in output.items() if name != "losses"}
 
     def shake(self):
-        """Weights got noise: keep kinks, such as a ReLU's, away from 0, where rounding would decide."""
+        """Called after noise was added to the weights: move the inputs of kinks, such as a ReLU's, away from
+        0, where rounding would decide on which side they are."""
 
     def in_words(self, dtype):
         """For the start-up lines of training in this dtype: sizes=text, remarks={switch: text}, last=line;
@@ -59,8 +60,8 @@ class Model:
         return {}
 
     def count_as(self, training, on_gpu):
-        """Its FLOPs will be counted, on tensors without values: take the orders of sums that such a training
-        has there."""
+        """Called before FLOPs are counted on tensors without values: multiply in the order that such a
+        training would choose on a GPU or elsewhere."""
 
     def costs(self, training):
         """{sub-layer: Cost} of a step of such a training, all blocks together."""
@@ -78,9 +79,11 @@ class Model:
 class Data:
     """What a program trains on: Mine(settings). A subclass adds batch(step), a pure function of (seed, step)
     that returns {name: tensor} on the CPU, and describe(), a few words."""
-    names = held_out = choosing = ()  # of real things: learned from, kept out, choosing between evaluations
-    sequences = {}                    # {name: plain values by which relatives of what is learned are found}
-    chooses = False                   # whether its evaluations have a score to choose by
+    names = ()       # of the real things, such as proteins, that a model learns from
+    held_out = ()    # names of those that it does not learn from, so that they can test it
+    choosing = ()    # names of those whose evaluations choose the best weights
+    sequences = {}   # {name: plain values}, to find relatives of what a model has learned from
+    chooses = False  # whether its evaluations have a score to choose by
 
     def part(self, step, rank, size):
         """The samples of one of several ranks among batch(step), which has those of all: a step does not

@@ -61,7 +61,7 @@ def test_a_switch_that_needs_another_one_changes_nothing_without_it():
 
 
 def test_the_report_says_what_was_run_and_what_is_missing():
-    text = "\n".join(report.report_lines(SECOND, SETTINGS, session(unrecorded=["2 of 3 kernels"])))
+    text = report.text(SECOND, SETTINGS, session(unrecorded=["2 of 3 kernels"]))
     for part in ("**1.00 ms** (median of 7; p20 0.50, p80 2.00)", "B 3, W 8; depth 2; on: fused_relu.",
                  "2 of 3 kernels", "1. first", "2. second", "3.8 MB are saved", "87.5% of the time",
                  "not measured"):

@@ -83,7 +83,7 @@ PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "WORKSHOP"
 PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.py", "optimize_batch_size.py",
             *(path.name for path in sorted(ROOT.glob("*.sh"))),
             *(f"companions/{path.name}" for path in sorted(ROOT.glob("companions/*.py"))
-              if "errors.quiet(" in path.read_text(encoding="utf-8"))]  # as every program begins
+              if "errors.begin(" in path.read_text(encoding="utf-8"))]  # as every program begins
 ON_THEIR_OWN = ("profile_summary.py", "companions/fusion_patterns.py")  # hand nothing on to the trainer
 ON_ITS_SITE = ("../../issues", "../../security")  # relative to a page on the site that hosts the repository
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")  # not the --enable- of --enable-X

@@ -80,7 +80,7 @@ def test_a_full_disk_or_a_closed_pipe_behind_the_output_ends_without_a_traceback
 
 
 CLOSED = BEGIN + """
-errors.quiet(__name__)
+errors.begin(__name__)
 with open(sys.argv[1], "w"):
     print("to stdout", flush=True)
     print("to stderr", file=sys.stderr, flush=True)
