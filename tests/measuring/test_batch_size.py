@@ -46,7 +46,8 @@ def test_after_two_minutes_the_line_is_a_forecast_and_a_failure_ends_it(monkeypa
     assert list(rows) == [1, 2, 4] and forecast is None
 
 
-def test_a_size_is_measured_as_a_comparison_does(capsys, tmp_path):
+def test_a_size_is_measured_as_a_comparison_does(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_size, "free_memory", lambda device: 100 * 2 ** 30)
     argv = ["--program", "tests/second_program.py", "--width", "8", "--device", "cpu", "--batch-size", "2",
             "--target-memory-usage", "1e-6", "--profile-dir", str(tmp_path / "b")]
     assert batch_size.run(argv) == 0

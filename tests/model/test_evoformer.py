@@ -1,6 +1,5 @@
 """The model against an independent float64 implementation, and properties of AlphaFold 2's Evoformer."""
 
-import copy
 import dataclasses
 import itertools
 from types import SimpleNamespace
@@ -218,19 +217,6 @@ def test_embedding_and_heads_compile_as_one_graph_each(monkeypatch):
     assert len(runs[0]) > 8
     torch.testing.assert_close(runs[1], runs[0])
     torch.testing.assert_close(runs[2], runs[0])
-
-
-def test_same_seed_same_weights_under_all_switches_and_every_checkpoint_loads_everywhere():
-    trainer, batch = trainer_and_batch(given(fusion((True,) * 4)))
-    first = copy.deepcopy(trainer.model.state_dict())
-    accuracy.shake(trainer.model)  # heads begin at zero, where all losses are alike
-    expected, shaken = trainer.model(**batch)["loss"], trainer.model.state_dict()
-    for switches in COMBINATIONS:
-        other = trainer_and_batch(given(fusion(switches)))[0]
-        state = other.model.state_dict()
-        assert state.keys() == first.keys() and all(torch.equal(state[k], first[k]) for k in first), switches
-        other.model.load_state_dict(shaken)
-        torch.testing.assert_close(other.model(**batch)["loss"], expected)
 
 
 def test_packed_names_load_too_and_missing_ones_are_reported():

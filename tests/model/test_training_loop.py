@@ -1,8 +1,6 @@
 """The optimizer step and the training loop against numbers worked out by hand: clipping, scaling, AdamW, what
 is restored; which step is logged, saved, evaluated and counted."""
 import dataclasses
-import os
-import signal
 
 import pytest
 import torch
@@ -120,7 +118,7 @@ def test_mixed_precision_is_autocast_and_low_weights_with_masters():
 
 # --- Loop ----------------------------------------------------------------------------------------------
 
-def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
+def watched_run(tmp_path, monkeypatch, capsys, **values):
     """Exit code, step lines, summary and metrics of a run, and which steps it evaluated and saved. Its times,
     by a clock made by hand: tests/measuring/test_summary.py."""
     calls, really_save = dict(evaluate=[], saved=[]), checkpoints.save
@@ -130,8 +128,6 @@ def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
 
         def evaluate(self, trainer, stop):
             calls["evaluate"].append(trainer.step_number)
-            if trainer.step_number == interrupt_at:
-                os.kill(os.getpid(), signal.SIGINT)
             return Evaluation("evaluated", dict(score=0.5))
 
     def save(trainer, path):
@@ -160,19 +156,6 @@ def test_a_run_step_by_step(tmp_path, monkeypatch, capsys):
     assert list(result["evaluation"]) == ["3", "final"]
     assert [(e["step"], e["evaluation"]) for e in evaluations] == [(3, dict(score=0.5)), (6, dict(score=0.5))]
     assert calls == dict(evaluate=[3, 6], saved=[2, 4, 6])
-
-
-def test_a_resumed_and_interrupted_run_step_by_step(tmp_path, monkeypatch, capsys):
-    assert watched_run(tmp_path, monkeypatch, capsys, num_steps=3)[-1]["saved"] == [3]
-    code, lines, result, (steps, _), calls = watched_run(
-        tmp_path, monkeypatch, capsys, interrupt_at=6, num_steps=20, eval_every=2, log_every=3,
-        resume=tmp_path / "c.pt")
-    assert code == 128 + signal.SIGINT and [line[0] for line in lines] == ["Step   6/20"]
-    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
-    assert result["performance_summary"]["total_samples"] == 6
-    assert calls == dict(evaluate=[4, 6], saved=[6])
-    _, lines, *_ = watched_run(tmp_path, monkeypatch, capsys, num_steps=9, resume=tmp_path / "c.pt")
-    assert [line[0] for line in lines] == ["Step   9/9"]
 
 
 def test_a_checkpoint_knows_what_its_run_has_learned_from(tmp_path):
