@@ -29,7 +29,7 @@ def shake(model):
         for parameter in model.parameters():
             scale = 0.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator).to(parameter))
-    if isinstance(model, Model):  # and no part of one
+    if isinstance(model, Model):  # a test may pass a part of one
         model.shake()
 
 

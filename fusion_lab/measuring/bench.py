@@ -18,14 +18,15 @@ from fusion_lab.training.feeding import to_device
 from fusion_lab.training.machine import MEGABYTE
 from fusion_lab.training.words import counted, time_left
 
-ROUNDS, SECONDS = 20, 60.0  # whichever ends first, where nobody says how many rounds
+ROUNDS, SECONDS = 20, 60.0  # by default, whichever ends first
 TELL = 5.0  # s between two words on the time left
 FEWEST = 6  # rounds, from which on there is an interval of 95%
-NEVER = SimpleNamespace(signal=None)  # a StopRequest that nobody makes
+NEVER = SimpleNamespace(signal=None)  # a StopRequest without a signal
 
 
 def only_a_graph(trainer, batch):
-    """The Counts of what has no probe: of a step in a CUDA graph its peak, which no replay shows."""
+    """The Counts of a trainer that probe() cannot count. Replays of a CUDA graph show no peak, so it is the
+    capture's."""
     graph = getattr(trainer, "graph", None)
     return Counts({}, 0, peak=graph.peak if graph else None)
 
@@ -88,7 +89,7 @@ def reasons(candidate):
 
 
 def release():
-    """Give back the memory of what is gone."""
+    """Give back the memory of deleted trainers."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -142,7 +143,8 @@ def alternate(candidates, supply, rounds, request, note=lambda text: None):
             note(f"{counted(number + 1, 'round')} done, {time_left(left)}")
 
 
-# --- Contests of what is no variant -------------------------------------------------------------------------
+# --- Contests with other projects' code
+# -------------------------------------------------------------------------
 
 
 def contest(made, only, batch, device, rounds):

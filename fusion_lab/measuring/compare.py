@@ -84,7 +84,7 @@ class Row:
         return Gain(self.speedup, self.speedup_low, self.speedup_high)
 
     def as_dict(self) -> dict[str, Any]:
-        """As the JSON has it; of what was not measured only name, reason and switches."""
+        """The row as JSON; without measurements it has only name, reason and switches."""
         known = ("name", "reason", "not_used", "fusion_config")
         return dict(measured=self.measured, **{key: value for key, value in asdict(self).items()
                                                if self.measured or key in known})
@@ -163,9 +163,9 @@ def compare_apart(program, words, directory, request, seconds=math.inf, patience
             if ended_here:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    # whoever pressed Ctrl-C waits for us
+                    # after Ctrl-C somebody waits for us
                     process.wait(min(patience, 0.5) if request.signal else patience)
-            with contextlib.suppress(ProcessLookupError):  # no such group: it has left no process of its own
+            with contextlib.suppress(ProcessLookupError):  # if it has left no process of its own
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         errors.seek(0)
@@ -179,7 +179,7 @@ def compare_apart(program, words, directory, request, seconds=math.inf, patience
 
 
 def measure_apart(program, settings, variant, rounds, request):
-    """The row of a variant from a process of its own: the same command line for it alone, so many rounds."""
+    """The row of a variant, measured for `rounds` rounds by the same command line in a process of its own."""
     with tempfile.TemporaryDirectory() as place:
         words = [*command_line(program, settings), "--compare-fusion", "--variants", variant.name,
                  "--num-steps", str(rounds)]
@@ -196,8 +196,9 @@ LONGEST_REASON = 300  # letters
 
 
 def why(code, text, name):
-    """Why a process of the program of this name ended with such an exit code, by the last line on stderr that
-    is its own or names an error, or the last of all. None for exit code 0."""
+    """Why a process of the program called `name` ended with this exit code, None for 0. The reason is the
+    last line of `text`, its stderr, that the program itself wrote or that names an error, else the last line
+    of all."""
     if code == 0:
         return None
     if code < 0:

@@ -28,8 +28,8 @@ FORMULAS = {**flop_registry, torch.ops.aten._addmm_activation: product_flops}
 
 
 class FlopCounter(TorchDispatchMode):
-    """`total` FLOPs of what runs within, by the formulas of PyTorch's counter. That one also asks every
-    operation what smaller ones it is made of, which takes twice as long."""
+    """`total` FLOPs of what runs within, by the formulas of PyTorch's counter. It is twice as fast as that
+    counter, which also splits every operation into smaller ones."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class FlopCounter(TorchDispatchMode):
 
 
 class Traffic(TorchDispatchMode):
-    """`total` bytes that operations read and write, each of them for itself; views are free."""
+    """`total` bytes that operations read and write, as if each ran alone; views are free."""
 
     def __init__(self):
         super().__init__()

@@ -42,9 +42,10 @@ class Gain(NamedTuple):
 
 
 def median_interval(values):
-    """(low, high) between which lies the median of what these are a sample of, in at least 95% of all cases:
-    two of the values by their order, whatever their distribution. Fewer than six have none: (None, None)."""
-    values, outside, missed = np.sort(values), 0, 0.0  # so many values on either side are left out
+    """(low, high), a 95% confidence interval of the median of the distribution from which the values were
+    drawn. Both are values of the sample, chosen by rank, so the form of the distribution does not matter.
+    Fewer than six values give (None, None)."""
+    values, outside, missed = np.sort(values), 0, 0.0  # outside: values left out on either side
     while (missed := missed + 2 * math.comb(len(values), outside) / 2 ** len(values)) <= 0.05:
         outside += 1
     return (float(values[outside - 1]), float(values[-outside])) if outside else (None, None)

@@ -1,6 +1,6 @@
 """What sort of work a GPU kernel does, judged by its name. Standard library only.
 
-Every profile of this project uses these words, whoever recorded it: torch.profiler, rocprofv3 or another.
+All profiles of this project use these words, whether torch.profiler, rocprofv3 or another tool recorded them.
 """
 import re
 

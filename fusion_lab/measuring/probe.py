@@ -124,7 +124,7 @@ def peak_megabytes(device, counts):
 
 
 def begin_peak(device):
-    """The allocator's peak on a GPU is of what runs from here on."""
+    """Let a GPU's allocator measure its peak from here on."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

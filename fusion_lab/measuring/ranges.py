@@ -7,7 +7,7 @@ import torch
 from fusion_lab.measuring.clocks import RangeSums
 
 PHASES = ("data", "forward", "backward", "optimizer")  # of a step
-RECOMPUTE = "recompute"  # a forward pass once more, during backward: activation checkpointing
+RECOMPUTE = "recompute"  # a forward pass during backward, for activation checkpointing
 REST = "rest"  # what a step runs outside all sub-layers
 
 
@@ -27,7 +27,7 @@ def ranges(named_modules, enter, leave, backward=False):
         if any(gradient is not None for gradient in gradients) or not parameters:
             leave()
             return
-        # Its input is data: nobody asks for that gradient, and this hook comes before those of parameters
+        # Its input is data, which gets no gradient, so this hook comes before those of parameters
         last = torch.autograd.graph.register_multi_grad_hook(parameters, lambda _: (last.remove(), leave()))
         handles.append(last)
 

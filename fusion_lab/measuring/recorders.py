@@ -17,7 +17,7 @@ from fusion_lab.training.words import counted
 
 class Recorder:
     """Records one thing; a subclass overrides what it needs to hear of."""
-    ranges_from = math.inf  # so many steps pass before it wants to know of sub-layers' ranges
+    ranges_from = math.inf  # the number of steps before it needs the ranges of sub-layers
 
     def begin(self):
         """The first step comes next."""
@@ -149,7 +149,7 @@ class MemoryProfile(Recorder):
 
 
 class Profiling:
-    """The recorders of a run of so many steps. named_modules are its sub-layers; counts, its Counts."""
+    """The recorders of a run of num_steps. named_modules are its sub-layers; counts, its Counts."""
 
     def __init__(self, config, device, named_modules, counts, num_steps):
         on_gpu, recording = device.type == "cuda", config.enable_pytorch_profiler and num_steps > 0
@@ -161,7 +161,7 @@ class Profiling:
         if config.enable_rocm_profiling and not on_gpu:
             print("ROCm profiling: no GPU here, so no ranges for an outer profiler are emitted")
         self.tracer, self.times = trace, times
-        self.without = trace.without if trace else 0  # so many steps come before the profiler; 0: it sees all
+        self.without = trace.without if trace else 0  # steps before the profiler; 0: it sees all
         self.samples = times.samples if times else []
         self.recorders = [recorder for recorder in (memory, times, trace, outer) if recorder]
 

@@ -2,7 +2,7 @@
 spot.
 
 FLOPs are counted (flops.py). Bytes that a step must move at least are formulas of the program's; beside them
-are those that the operations of the baseline move, each by itself, which is the most that fusion can save.
+are those that the baseline's operations move if each runs alone, which is the most that fusion can save.
 """
 from functools import partial
 
@@ -78,7 +78,7 @@ FASTER = "faster than the ceilings: it stays in a cache, or the machine was busy
 
 
 def total_bytes(cost):
-    """Bytes moved forward and backward; None where nobody has worked them out."""
+    """Bytes moved forward and backward; None if a formula is missing."""
     known = cost is not None and cost.forward_bytes is not None and cost.backward_bytes is not None
     return cost.forward_bytes + cost.backward_bytes if known else None
 

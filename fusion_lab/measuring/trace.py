@@ -18,7 +18,7 @@ from fusion_lab.training.machine import MEGABYTE
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 JITTER = 1.0  # µs by which one clock may be off against itself
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime")
-OUTSIDE, NOT_RECORDED = "outside steps", "launch not recorded"  # phases of what has none
+OUTSIDE, NOT_RECORDED = "outside steps", "launch not recorded"  # what has no phase
 
 
 def read_trace(path):

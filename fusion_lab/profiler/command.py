@@ -56,8 +56,8 @@ def make_parser(program):
 
 
 def parse(argv, program):
-    """(arguments, Settings) for a program. Wrong use ends it here. Where nobody says how many steps there
-    are, they are as many as a session needs."""
+    """(arguments, Settings) for a program. Wrong use ends it here. Without --num-steps there are as
+    many steps as a session needs."""
     parser = make_parser(program)
     arguments, settings, _ = flags.parse(parser, program, argv)
     if not hasattr(arguments, "num_steps"):

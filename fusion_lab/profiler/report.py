@@ -24,7 +24,7 @@ TIMES = {  # by the unit of the analysis: what the table's times and their share
 
 
 def sublayer_rows(analysis):
-    """A row for each sub-layer, the heaviest first, then one for each phase of what is outside them."""
+    """A row for each sub-layer, the heaviest first, then one for each phase of the time outside them."""
     rows = [["sub-layer", "ms", "of it backward", "share", "at most", "launches", "allocated MB", "saved MB"]]
 
     def add(name, entries, ceiling=None):

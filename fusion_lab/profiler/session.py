@@ -81,9 +81,9 @@ def ablation_names(program):
 
 
 def ablation(program, settings, directory, names, rounds, **options):
-    """compare() of variants by name, then a session of each that was measured, run_session's options with it,
-    in a folder of its own; what it prints goes into a log beside that. Returns the content of
-    ablation_summary.json, which is written anew with each of them. Raises UserError after a signal."""
+    """compare() of variants by name, then a session of each that was measured, with run_session's options, in
+    a folder of its own; what a session prints goes into a log beside its folder. Returns the content of
+    ablation_summary.json, which is written again after each session. Raises UserError after a signal."""
     path, folders, baseline = os.path.join(directory, SUMMARY), {}, None
 
     def save(comparison):

@@ -92,7 +92,7 @@ def unfinished(study, lines):
 
 
 def dry_run(program, name, study):
-    """Print the commands of what has yet to run."""
+    """Print the commands that have yet to run."""
     lines = {}
     if name and os.path.exists(os.path.join(name, "config.json")):
         require_same_study(name, study)
@@ -128,7 +128,7 @@ def run_points(program, study, directory, lines, timeout, stop):
 
 
 def time_left(count, lines):
-    """For so many points that have yet to run, by those that have."""
+    """How long `count` points will take, in words, by those that have run."""
     if not lines:
         return "how long is known after the first point"
     return words.time_left(count * statistics.fmean(line["seconds"] for line in lines.values()))
@@ -142,7 +142,7 @@ def run_study(program, options, study, argv):
           flush=True)
     with StopRequest() as stop:
         run_points(program, study, directory, lines, options.timeout, stop)
-        if lines:  # a picture takes seconds, for which nobody waits who has pressed Ctrl-C
+        if lines:  # no picture after Ctrl-C, since it takes seconds
             summary = conclude(study, how, directory, lines, plots=not (options.no_plots or stop.signal))
     if stop.signal:
         raise UserError("interrupted; results so far are kept, the same --study-name continues",

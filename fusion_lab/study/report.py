@@ -38,7 +38,8 @@ def summarise(study, lines):
 
 
 def summarise_point(shape, variant, lines, baseline):
-    """All runs of a variant at a shape together; baseline: its point, None for itself."""
+    """All runs of a variant at a shape together. baseline: the baseline's point, None if this is the
+    baseline."""
     rows, reasons = {}, []
     for line in lines:
         row = next((row for row in line["rows"] if row["name"] == variant), {})

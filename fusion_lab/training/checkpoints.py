@@ -235,7 +235,7 @@ def load_run(trainer, path, source):
 
 
 def out_of_patience(trainer):
-    """Whether --early-stopping ends the run: so many evaluations since the best one."""
+    """Whether --early-stopping ends the run: that many evaluations have come since the best one."""
     patience = trainer.settings.training.early_stopping
     return patience is not None and trainer.best["since"] >= patience
 
@@ -255,7 +255,8 @@ def refuse_leaks(saved, source, flag):
 
 
 def own_random_numbers(device):
-    """Within, whoever draws random numbers leaves those of the training alone, which a resumed run needs."""
+    """Within, random numbers may be drawn without changing those of the training, which a resumed run
+    needs."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 

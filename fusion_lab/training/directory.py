@@ -1,4 +1,4 @@
-"""The directory of a run: who may write there, and what. Needs no torch."""
+"""Directories that one process at a time writes into, and what a run writes there. Needs no torch."""
 import contextlib
 import fcntl
 import os
@@ -8,7 +8,7 @@ from fusion_lab.training.files import finite, require_file, set_aside, write_jso
 from fusion_lab.training.options import ProfilerConfig
 
 LOCK = ".lock"  # behind a file's name
-held = {}  # {handle: path} of what this process has locked; its end, a kill too, lets go of it
+held = {}  # {handle: path} that this process has locked; when it ends, even by a kill, the locks are gone
 
 
 class Directory:
@@ -104,7 +104,7 @@ def hold(path, flags):
 
 
 def let_go(handle):
-    """Of what hold() has locked."""
+    """The reverse of hold()."""
     path = str(held.pop(handle))
     if path.endswith(LOCK):
         with contextlib.suppress(OSError):

@@ -49,7 +49,7 @@ def begin(name, *packages):
     and a missing package are refused here. From here on, Ctrl-C ends the program with one line, also during
     the imports; a loop that has something to save uses a StopRequest instead. Where Ctrl-C is ignored
     already, as in a shell's background jobs, it stays ignored."""
-    if sys.version_info < (3, 10):  # noqa: UP036  whoever has an older one is told
+    if sys.version_info < (3, 10):  # noqa: UP036  an older Python says so here
         print(f"error: Python 3.10 or newer is needed; {sys.executable} is older", file=sys.stderr)
         sys.exit(MISSING)
     if name != "__main__":

@@ -52,7 +52,7 @@ def evaluate(trainer, source, metrics, stop, say, final=False):
         trainer.best = dict(score=evaluation.score, step=trainer.step_number, since=0)
         if training.save_best:
             save(trainer, training.save_best)
-        if training.save_best and final and training.save_checkpoint:  # once more: it knows of the best now
+        if training.save_best and final and training.save_checkpoint:  # again, because it holds `best`
             save(trainer, training.save_checkpoint)
     elif evaluation.score is not None and not final:
         trainer.best = dict(best, since=best["since"] + 1)

@@ -66,7 +66,7 @@ def check_early(program, argv):
 
 
 def require_paths(parser, program, settings):
-    """End the program where nothing is there of what a flag wants to have read."""
+    """End the program if a file that a flag names is to be read and does not exist."""
     for f in fields(program.training_config):
         value = getattr(settings.training, f.name)
         paths = value if isinstance(value, list) else [value]
@@ -198,7 +198,7 @@ def imported(place):
 
 
 def verb(program, arguments, mode):
-    """verb(program, settings) -> exit code, of what parsed arguments ask for; None: training."""
+    """The function (program, settings) -> exit code that does what the arguments ask for; None: training."""
     if arguments.check_flags:
         return partial(imported("fusion_lab.training.reporting:print_settings"), asked=mode)
     if mode is None:

@@ -50,7 +50,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 def keep_freed_memory():
     """Let the process keep the memory that a step frees for the next one, as GPUs' allocators do. glibc would
     return large blocks to the kernel, which hands them back page by page, zeroed: a sixth of a step on CPU
-    (measured at e77e90b). Other C libraries have no such setting, and nothing happens."""
+    (measured at e77e90b). With other C libraries this does nothing."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 0)

@@ -155,7 +155,8 @@ class Switches(Checked):
 
 
 def shared(name):
-    """The field of this name of Switches, once more: so that a model's switches all stand in one place."""
+    """A copy of the field of Switches with this name, so that a model can list all of its switches in one
+    place."""
     f = next(f for f in fields(Switches) if f.name == name)
     return field(default=f.default, metadata=f.metadata)
 

@@ -22,7 +22,8 @@ PARTS = ("model", "training", "fusion", "profiler")
 
 
 class Loss(NamedTuple):
-    """A summand of a model's loss: a mean over so many parts of a batch, by which ranks weigh it."""
+    """A summand of a model's loss: a mean over `count` parts of a batch. Ranks weigh their means by the
+    count."""
     value: Any  # both (), tensors
     count: Any
     weight: float = 1
@@ -64,12 +65,12 @@ class Model:
         training would choose on a GPU or elsewhere."""
 
     def costs(self, training):
-        """{sub-layer: Cost} of a step of such a training, all blocks together."""
+        """{sub-layer: Cost} of one training step, summed over all blocks."""
         return {}
 
     @staticmethod
     def least_bytes(settings):
-        """Memory below which no training step in these settings can stay; 0: nobody has worked it out."""
+        """A lower bound of the memory that a training step in these settings needs; 0 if it is not known."""
         return 0
 
     def statistics(self):
@@ -108,22 +109,22 @@ class Data:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one sub-layer needs at least, by formulas: FLOPs of its forward pass (backward takes twice as
-    many), which stand beside the count in the tests, and bytes moved forward and backward; None where nobody
-    has worked them out."""
+    """What one sub-layer needs at least, by formulas: FLOPs of its forward pass, of which backward takes
+    twice as many, and bytes moved forward and backward; None if there is no formula. Tests compare the FLOPs
+    with counts."""
     flops: float | None = None
     forward_bytes: float | None = None
     backward_bytes: float | None = None
 
     @classmethod
     def of(cls, module, forward, backward, element):
-        """Of a module whose activations move so many bytes forward and backward: with its weights, which
-        have so many bytes an element, are read in both, and in backward get a gradient."""
+        """The Cost of a module, from the bytes that its activations move forward and backward. Its weights,
+        of `element` bytes each, are read in both passes and get a gradient in backward."""
         weights = element * sum(parameter.numel() for parameter in module.parameters())
         return cls(None, forward + weights, backward + 2 * weights)
 
     def times(self, count):
-        """The same of so many."""
+        """The Cost of `count` such modules."""
         return Cost(*(None if value is None else count * value for value in astuple(self)))
 
 

@@ -17,7 +17,7 @@ class Place:
 
 
 def place():
-    """This process's Place, of a run alone where nobody says otherwise. Raises UserError."""
+    """This process's Place; without torchrun, that of a process alone. Raises UserError."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Place()
     try:
@@ -33,6 +33,6 @@ def first():
 
 
 def require_alone(what):
-    """Raise UserError where torchrun started several processes of what is made for one."""
+    """Raise UserError if torchrun started several processes of something that is made for one."""
     if (size := place().size) > 1:
         raise UserError(f"{what} is for one process, and torchrun started {size}: start it without")

@@ -103,7 +103,7 @@ BACKWARD_TILES = dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLO
 
 
 def prepare_flex_attention(device):
-    """FlexAttention makes its default block mask anew in every call, with a sort and some twenty launches;
+    """FlexAttention makes a new default block mask in every call, with a sort and some twenty launches;
     compiled code finds it here instead. Must run outside of torch.compile."""
     if device.type == "cuda" and HAS_TRITON and device not in NO_BLOCK_MASK:
         one, zero = (fill((1, 1, 1), dtype=torch.int32, device=device) for fill in (torch.ones, torch.zeros))
@@ -113,7 +113,7 @@ def prepare_flex_attention(device):
 
 @cache
 def compiled_flex_attention():
-    """flex_attention for eager code, where it must be compiled by itself."""
+    """flex_attention for eager code, where it has to be compiled alone."""
     # One variant per shape, layout and mask; past the default limit of 8, Dynamo would run the unfused eager
     # code instead, which is slower than what it replaces.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
