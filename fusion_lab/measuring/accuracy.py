@@ -23,7 +23,7 @@ ERROR_FACTOR = 3.0  # fused error against float64, at most this many times the b
 
 def shake(model):
     """Add noise to every weight: at initialisation the last layer of every residual branch is often zero,
-    which would hide any mistake behind it. What the model does against kinks comes last."""
+    which would hide any mistake behind it. Model.shake() comes last."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -34,8 +34,8 @@ def shake(model):
 
 
 def results_and_gradients(trainer, batch):
-    """What is defined of the model's outputs, and gradients of its loss by unpacked parameter name, as
-    float64 on CPU."""
+    """The model's outputs where they are defined, and the gradients of its loss by unpacked parameter name,
+    as float64 on the CPU."""
     trainer.model.zero_grad(set_to_none=True)
     output = trainer.forward(batch)
     output["loss"].backward()
@@ -82,7 +82,7 @@ def judge(fused, baseline, exact, epsilon, tolerances):
 
 def compare_numerics(program, settings, device, note=lambda text: None):
     """Run fused, baseline and float64 baseline on the same weights and batch; returns judge()'s verdict.
-    note(text) hears what goes on."""
+    note(text) is told what goes on."""
     training = settings.training
     if hasattr(settings.model, "dropout"):
         settings = settings.having(dropout=0.0)  # three runs cannot draw the same masks
@@ -127,7 +127,7 @@ def covered(settings, device):
 
 
 def print_covered(coverage):
-    """Lines that say so. Returns why nothing was checked, a list that is empty where something was."""
+    """Print it. Returns a list: why nothing was checked, or nothing if something was."""
     print(f"Checked: {', '.join(coverage['checked']) or 'nothing'}")
     if coverage["not_used"]:
         print(f"Not used here: {'; '.join(coverage['not_used'])}")

@@ -56,8 +56,8 @@ def analysis_of(trainer, counts, times, peak, profiling):
 
 
 def kernel_counts(trainer, counts, entries):
-    """Counts as people look for them: what a step was seen to launch, by sub-layer as its entries have it,
-    and the model's nominal counts."""
+    """Counts under the names that people look for: what a step launches, also by sub-layer, and the model's
+    nominal counts. entries: of sublayer_entries()."""
     nominal = {name: count for name, count in (trainer.model.statistics() or {}).items() if "kernel" in name}
     by_sublayer = Counter()
     for e in entries:

@@ -96,7 +96,8 @@ def release():
 
 
 def warm_up(candidates, batch, device, note=lambda text: None):
-    """All that have no reason against it, one after the other; note(text) hears what goes on."""
+    """Warm up the candidates that have no reason against it, one after the other; note(text) is told what
+    goes on."""
     workspace = library_workspace(device)
     wanted = [candidate for candidate in candidates if not candidate.reason]
     for number, candidate in enumerate(wanted, 1):
@@ -117,8 +118,8 @@ def library_workspace(device):
 
 
 def alternate(candidates, supply, rounds, request, note=lambda text: None):
-    """Timed steps of all candidates in turn, each round beginning with another one. note(text) hears at times
-    how long it will take. Returns in words how it ended."""
+    """Timed steps of all candidates in turn; each round begins with another one. note(text) is told from time
+    to time how long it will take. Returns in words how it ended."""
     began = told = time.monotonic()
     for number in itertools.count():
         alive = [candidate for candidate in candidates if not candidate.reason]
@@ -148,9 +149,9 @@ def alternate(candidates, supply, rounds, request, note=lambda text: None):
 
 
 def contest(made, only, batch, device, rounds):
-    """Rows {name, loss (of the first step), peak_mb, p20, median, p80 (s)} of those of made, {name: what
-    makes a trainer}, whose names the regular expression finds; of one that cannot run {name, reason}.
-    UserError if it finds none."""
+    """Rows {name, loss (of the first step), peak_mb, p20, median, p80 (s)} of the contenders in made, {name:
+    function that makes a trainer}, whose names match the regular expression `only`; {name, reason} of one
+    that cannot run. UserError if no name matches."""
     entered = [Candidate(name, make) for name, make in made.items() if re.search(only, name)]
     if not entered:
         raise UserError(f"--only {only}: no contender has such a name")
@@ -168,8 +169,8 @@ def contest(made, only, batch, device, rounds):
 
 
 def ours(program, settings, device, switches):
-    """{name: what makes a trainer}, of {name: switches beside the defaults, None for the baseline}; without
-    those that run like an earlier one here."""
+    """{name: function that makes a trainer} for switches, {name: those that are added to the defaults; None:
+    the baseline}. One that runs like an earlier one here is left out."""
     makers, known, kind = {}, set(), program.fusion_config
     for name, given in switches.items():
         fusion = kind.preset(False) if given is None else kind(
@@ -183,7 +184,7 @@ def ours(program, settings, device, switches):
 
 
 def clipped_step(loss, model, optimizer, mark):
-    """What follows a peer's forward pass: the rest of a step like Trainer's."""
+    """The rest of a peer's training step after its forward pass, as Trainer.step does it."""
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -204,5 +205,5 @@ def contest_table(title, rows):
 
 
 def failed(rows, start):
-    """Names of the rows of contest() that did not run, of those that start so."""
+    """The names of the rows of contest() that did not run and begin with `start`."""
     return [row["name"] for row in rows if "reason" in row and row["name"].startswith(start)]

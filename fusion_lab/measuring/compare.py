@@ -215,9 +215,10 @@ def compare(program: Program, settings: Settings, names: str | Sequence[str] | N
             note: Callable[[str], object] = lambda text: None, stop: StopRequest | None = None,
             begin: Callable[[torch.device], object] = lambda device: None) -> Comparison:
     """Measure variants by name (variants.py; None: the usual ones) and return a Comparison. show(comparison)
-    is called whenever more of its rows are known, note(text) hears what goes on. rounds: so many; None: what
-    ends first of ROUNDS and SECONDS. stop: a StopRequest, entered for the rounds: once it is asked, what is
-    known is all there will be. begin(device) comes when nothing can be refused any more. Raises UserError."""
+    is called whenever more of its rows are known, note(text) is told what goes on. rounds: so many; None:
+    what ends first of ROUNDS and SECONDS. stop: a StopRequest, entered for the rounds: once it is asked, what
+    is known is all there will be. begin(device) comes when nothing can be refused any more. Raises
+    UserError."""
     device = choose_device(settings.training.device)
     process_settings(settings, device)
     variants = make_variants(settings, names, device.type == "cuda")

@@ -109,7 +109,8 @@ def below(comparison):
 
 
 def to_copy(program, settings, rows):
-    """The last lines: the command of the fastest row whose first loss is the baseline's, and whose is not."""
+    """The last lines: which rows do not have the baseline's first loss, and the command of the fastest other
+    row."""
     before, allowed, lines = rows[0], 2e-2 if settings.training.use_amp else 1e-3, []
     best = before
     for row in rows[1:]:
@@ -125,7 +126,7 @@ def to_copy(program, settings, rows):
 
 
 class Notes:
-    """What goes on, with the time since the first moment, on stderr: stdout is for the table."""
+    """Prints what goes on, and since when, to stderr; stdout is for the table."""
 
     def __init__(self):
         self.started = time.monotonic()

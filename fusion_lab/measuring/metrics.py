@@ -28,7 +28,7 @@ class Metrics:
             self.go_on(trainer)
 
     def go_on(self, trainer):
-        """Leave what the checkpoint of a resumed run knows of."""
+        """Keep only the lines up to the step of the checkpoint that is resumed."""
         steps, evaluations = read_metrics(self.path)
         known = [line for line in (*steps, *evaluations) if line["step"] <= trainer.step_number]
         write_text(self.path, lines_of(sorted(known, key=lambda line: line["step"])))

@@ -1,4 +1,4 @@
-"""Pictures, where matplotlib is installed. They come last: whatever is wrong with one costs no result."""
+"""Pictures, where matplotlib is installed. They come last, so that a failing one costs no result."""
 import contextlib
 import os
 import sys

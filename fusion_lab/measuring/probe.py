@@ -132,7 +132,7 @@ def begin_peak(device):
 
 @contextlib.contextmanager
 def unmeasured_memory(device, counts):
-    """What runs within does not count in the peak memory of the measured steps."""
+    """Within, memory does not count towards the peak of the measured steps."""
     if device.type == "cuda":
         counts.peak = max(counts.peak or 0, torch.cuda.max_memory_allocated(device))
     try:

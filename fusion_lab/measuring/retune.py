@@ -13,8 +13,8 @@ UNTUNED = f"{SWITCH}adamw"  # has no tile sizes to choose from
 
 
 def retune(program, settings):
-    """Run one step, uncompiled unless the compiler makes one of the calls, in which every launch measures its
-    candidates; keep the winners in the user's cache. Returns the exit code; raises UserError without a GPU,
+    """Run one step in which every launch measures its candidates, uncompiled unless the compiler makes one of
+    the calls; keep the winners in the user's cache. Returns the exit code; raises UserError without a GPU,
     Triton or a switch for its kernels."""
     fusion = settings.fusion
     names = [name for name in fusion.names() if name.startswith(SWITCH) and name != UNTUNED]

@@ -1,4 +1,4 @@
-"""The gate for times that a profiler recorded: what cannot be true reaches no sum. Standard library only."""
+"""Times that a profiler recorded: impossible ones are cut to what can be true. Standard library only."""
 import math
 from collections import defaultdict
 from typing import NamedTuple

@@ -55,8 +55,8 @@ def provenance(settings, device):
 
 
 def ceiling_above(achieved, device, dtype):
-    """matmul_ceiling(), measured again if a whole step is faster (other work slowed it), and None if it still
-    is then; achieved: FLOP/s of a step, or None."""
+    """matmul_ceiling(), measured again if a whole step is faster, since other work may have slowed it; None
+    if the step is faster again. achieved: FLOP/s of a step, or None."""
     for _ in range(2):
         ceiling = matmul_ceiling(device, dtype)
         if ceiling > (achieved or 0):
@@ -71,7 +71,7 @@ MOST_TIMES = 1000  # of single steps in a summary, the last ones
 
 
 def of_steps(trainer, losses, times, batch_size):
-    """What a summary says of the steps. A run that a resume brought to its end may have had none."""
+    """The part of a summary about the steps, of which there was at least one."""
     steps = times.sum(axis=1)
     phases = [None] * 3 if trainer.graph else map(float, times[:, 1:].mean(axis=0))
     p20, median, p80 = quantiles(steps)
@@ -102,13 +102,13 @@ def print_summary(trainer, result, path):
 
 
 def launch_kind(device):
-    """What launches are a count of."""
+    """The unit of launch counts."""
     return dict(cuda="gpu_kernels", cpu="cpu_ops")[device.type]
 
 
 def read_summary(path):
-    """A performance summary, of this version or an earlier one: what print_against() needs of it. Raises
-    UserError."""
+    """What print_against() needs of the performance summary at path, which may be an earlier version's.
+    Raises UserError."""
     summary = read_json(path, "summary")
     try:
         parts = {key: dict(summary.get(key) or {}) for key in
@@ -125,7 +125,7 @@ def read_summary(path):
 
 
 def rates(figures):
-    """Samples/s of every step of a performance_summary; none where it does not know them."""
+    """Samples/s of every step of a performance_summary; empty if it has no times of single steps."""
     times = figures.get("step_times") or []
     return [figures["avg_training_speed"] * figures["avg_batch_time"] / time for time in times]
 
@@ -140,8 +140,8 @@ def completed(result, evaluations, earlier):
 
 
 def too_slow(result, least):
-    """The exit code of a run that was to be faster than an earlier one by a factor of `least` (None: by
-    none), beyond doubt: FAILED where the interval of the gain is not above it, or where there is none."""
+    """The exit code of --min-speedup least: FAILED unless the interval of the speed-up over the earlier run
+    lies above least. None asks for nothing."""
     if least is None:
         return 0
     low = (result.get("compared_with_v1") or {}).get("speedup_low")

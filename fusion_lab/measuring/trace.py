@@ -42,7 +42,7 @@ def sweep(events):
 
 
 def possible_events(events):
-    """(those that count, with durations that can be true; how many durations could not)"""
+    """(the events that count, with possible durations; the number of impossible durations)"""
     def span(event):
         arguments = event.get("args", {})
         queue = (event.get("pid"), event["tid"]) if event.get("cat") in GPU_WORK else None
@@ -159,8 +159,8 @@ class TraceAnalysis:
         return sorted(rows, key=lambda entry: -entry["self_us"])
 
     def unrecorded(self, graph_kernels=None):
-        """What the profiler did not record, or not as it was, in sentences; graph_kernels: how many a graph's
-        replay runs."""
+        """Sentences on what the profiler did not record, or recorded wrongly. graph_kernels: how many kernels
+        a replay of the graph runs."""
         wrong = [IMPOSSIBLE.format(self.impossible)] * bool(self.impossible)
         launches = {number: event for number, event in self.launch.items() if "Launch" in event["name"]}
         if launches and not self.on_gpu:

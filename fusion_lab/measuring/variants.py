@@ -29,7 +29,8 @@ class Variant:
 
     @property
     def compiles(self):
-        """Whether it wants a process of its own: compiled code and captured steps mind what else is there."""
+        """Whether it needs a process of its own, because other models in it would disturb compiled or
+        captured code."""
         fusion = self.settings.fusion
         return fusion.enable_torch_compile or fusion.enable_cuda_graphs
 
@@ -77,13 +78,13 @@ def fusion_named(name, given):
 
 
 def at_work(settings, on_gpu):
-    """The fusion config with nothing that is idle here: two settings in which it is equal run alike."""
+    """The fusion config without the switches that are idle here. Settings for which it is equal run alike."""
     idle, off = settings.fusion.idle(settings, on_gpu), settings.fusion.preset(False)
     return replace(settings.fusion, **{name: getattr(off, name) for name in idle})
 
 
 def name_of(settings, on_gpu):
-    """What a comparison calls the switches that act in these settings; None: they are more than switches."""
+    """The name of the variant that runs as these settings do; None if switches alone do not make it."""
     acting = [spelled(switch) for switch in settings.in_use(on_gpu)]
     name = "+".join(acting) if acting[1:] else "".join([ONLY, *acting]) if acting else BASELINE
     named = with_fusion(settings, fusion_named(name, settings.fusion))
@@ -104,7 +105,8 @@ def default_names(settings, on_gpu):
 
 def make_variants(settings, names, on_gpu):
     """The baseline, then a Variant for each of the names (text with blanks or commas, or a list; None: the
-    usual ones). What has nothing of its own to measure here says why. Raises UserError."""
+    usual ones). A variant that would run like an earlier one here has a reason not to be measured. Raises
+    UserError."""
     words = names.replace(",", " ").split() if isinstance(names, str) else names
     if words is not None and not words:
         raise UserError("--variants: names nothing")

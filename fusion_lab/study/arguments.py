@@ -58,7 +58,7 @@ class Study:
                 for shape in random.Random(run).sample(shapes, len(shapes))]
 
     def label(self, sizes, without=None):
-        """"B 2 S 32 N 8", of a shape or whatever else has the axes as keys."""
+        """"B 2 S 32 N 8" for a shape, or for another dict that has the axes as keys."""
         return " ".join(f"{letter} {sizes[axis]}" for axis, letter in self.axes.items() if axis != without)
 
     def flags(self, shape):
@@ -111,7 +111,7 @@ def make_parser(program):
 
 
 def own_part(argv):
-    """What of a command line stands before the trainer's flags."""
+    """The part of a command line before the trainer's flags."""
     return argv[:argv.index("--")] if "--" in argv else argv
 
 

@@ -62,7 +62,7 @@ def summarise_point(shape, variant, lines, baseline):
 
 
 def median(values):
-    """The median of those that are there; None where none is."""
+    """The median of the values that are not None; None if there is none."""
     known = [value for value in values if value is not None]
     return float(np.median(known)) if known else None
 
@@ -96,13 +96,14 @@ def table(study, summary):
 
 
 def principal(variants):
-    """The variants that are meant to be fast; without these, all but the baseline."""
+    """The variants but for the baseline and single switches, or all but the baseline if there are no
+    others."""
     others = [name for name in variants if name != BASELINE]
     return [name for name in others if not name.startswith((ONLY, WITHOUT))] or others
 
 
 def findings(study, summary):
-    """Sentences: what each variant buys and how sure that is, and what is wrong with the study."""
+    """Sentences: how much faster each variant is and how sure that is, and what is wrong with the study."""
     points = summary["points"]
     sentences = [headline(study, points, name) for name in principal(study.variants)]
     if missing := [p for p in points if p["n_failed"]]:

@@ -20,7 +20,7 @@ MOMENTS = "exp_avg", "exp_avg_sq"  # of AdamW
 
 
 def format_of(program, kind="checkpoint"):
-    """What the checkpoints of a program, or its files of another kind, call themselves."""
+    """The `format` in the checkpoints of a program, or in its files of another kind."""
     return f"{program.stem} {kind} 1"
 
 
@@ -107,7 +107,7 @@ def continues(trainer, path, saved):
 # --- Reading ------------------------------------------------------------------------------------------------
 
 def read_saved(path, what, program, *kinds):
-    """The dict, tensors and plain values, in a checkpoint of a program or in its file of another of these
+    """The dict of tensors and plain values in a checkpoint of a program, or in a file of one of the other
     kinds. torch.load() checks no checksum, and one wrong bit makes it read an entry as a directory, so the
     entries of the zip file are checked first. A file that would need more memory than it has bytes, by packed
     entries or by a view of few numbers, is refused. Raises UserError, which calls the file `what`."""
@@ -168,8 +168,8 @@ def refuse_other_sizes(made, config, what):
 
 
 def packed(trainer, tensors):
-    """Tensors by unpacked names -> a list in the form of trainer.weights.tensors. Raises what understanding()
-    knows where they are not this model's, or not finite."""
+    """Tensors by unpacked names -> a list in the form of trainer.weights.tensors. If they are not this
+    model's, or not finite, it raises an error that understanding() turns into a UserError."""
     tensors, parameters = dict(tensors), trainer.weights.parameters
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise ValueError("not finite")
@@ -217,7 +217,7 @@ def remember(trainer, saved):
 
 
 def load_run(trainer, path, source):
-    """restore(), and refuse what the run could not honestly do with it. Raises UserError."""
+    """restore(). UserError if this run may not go on from it, or has nothing left to do."""
     saved, training = restore(trainer, path), trainer.settings.training
     refuse_leaks(saved, source, f"--resume {path}")
     if trainer.step_number >= training.num_steps:
@@ -241,8 +241,8 @@ def out_of_patience(trainer):
 
 
 def refuse_leaks(saved, source, flag):
-    """Raise UserError if what was saved was trained on what is held out now, or on what chooses between
-    evaluations now, or was chosen by what is held out now."""
+    """Raise UserError if the saved weights were trained on or chosen by what is held out now, or were trained
+    on what chooses the best weights now."""
     held_out, choosing = source.held_out, source.choosing
     for key, names, what in (("trained_on", held_out, "trained on {}, held out now"),
                              ("chosen_by", held_out, "chosen by {}, held out now"),
@@ -262,8 +262,9 @@ def own_random_numbers(device):
 
 @contextlib.contextmanager
 def preserving(trainer):
-    """Whatever runs within leaves weights, their average, optimizer, scaler and random numbers as they
-    were. The copies lie on the host: a CUDA graph is captured within, and its peak is without them."""
+    """Whatever runs within leaves weights, their average, optimizer, scaler and random numbers as they were.
+    The copies lie on the host, so that the peak of a CUDA graph that is captured within does not contain
+    them."""
     averaged = trainer.average.tensors if trainer.average else ()
     kept = [*trainer.weights.tensors, *averaged, trainer.gradient_norm,
             *(tensor for kind in ("step", *MOMENTS) for tensor in optimizer_state(trainer, kind))]

@@ -1,4 +1,4 @@
-"""What does here what documents of this family of examples call otherwise, for the refusal of their flags."""
+"""Flags of related examples, and what does the same here; the refusal of such a flag says it."""
 
 SESSION, STUDY = "./run_pytorch_profiler.sh", "./launch_performance_study.sh"
 V3, SYS, COMPUTE = "./run_rocprofv3.sh", "./run_rocprof_sys.sh", "./run_rocprof_compute.sh"
@@ -44,6 +44,6 @@ HERE = {  # the word that was typed: what does it here
 
 
 def of(words):
-    """What to add to the refusal of these words: of each that the table has, what does it here."""
+    """What to add to the refusal of these words: for each of them in HERE, what does the same here."""
     names = dict.fromkeys(name for name in (word.partition("=")[0] for word in words) if name in HERE)
     return "".join(f"; {name} here: {HERE[name]}" for name in names)

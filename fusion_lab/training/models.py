@@ -1,5 +1,5 @@
-"""Model files: a config, weights in bfloat16 and a card that tells where they come from. They are for using a
-model, not for training on. Whatever reads a model file reads a checkpoint as well."""
+"""Model files: a config, weights in bfloat16 and a card that tells where they come from. Predictions and
+--init-from read them, and checkpoints as well."""
 import json
 from dataclasses import dataclass
 

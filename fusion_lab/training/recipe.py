@@ -29,7 +29,7 @@ def optimizer(weights, training, graphs):
 
 
 def set_learning_rate(optimizer, rate):
-    """A captured graph reads the rate from a tensor, which stays the same one."""
+    """A captured graph reads the rate from a tensor, so that one is filled in place."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)

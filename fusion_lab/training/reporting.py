@@ -23,7 +23,8 @@ def require_finite(loss, step):
 
 
 def step_line(trainer, loss, timer, memory):
-    """Of the steps since the last such line. memory: MB of one GPU, or None; the speed is of all."""
+    """The line about the steps since the last such line. memory: MB of one GPU, or None; the speed is of all
+    GPUs."""
     training, done = trainer.settings.training, trainer.step_number
     seconds = float(np.median(timer.seconds(training.log_every).sum(axis=1)))
     memory = "   n/a" if memory is None else f"{memory:6.1f}"
