@@ -171,8 +171,8 @@ class Profiling:
         return self.tracer and self.tracer.path
 
     def untraced(self, steps):
-        """Of something for each step that ran, that of the steps without the profiler; all, where it saw
-        all."""
+        """The entries of steps, which has one for each step that ran, that the profiler did not see; all, if
+        it saw all steps."""
         return steps[:self.without or None]
 
     def __enter__(self):

@@ -53,12 +53,20 @@ def test_peak_memory_in_megabytes(monkeypatch):
         assert (peak_megabytes(CPU, found), peak_megabytes(GPU, found)) == (on_cpu, on_gpu)
 
 
-def test_memory_of_an_evaluation_is_not_that_of_a_step(monkeypatch):
-    """What the steps needed until then is kept, and the allocator begins anew."""
-    peak, found = [70], Counts({}, 1)
+@pytest.fixture
+def peak(monkeypatch):
+    """What a GPU's allocator held at times, in bytes."""
+    peak = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.clear())
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: max(peak, default=0))
+    return peak
+
+
+def test_memory_of_an_evaluation_is_not_that_of_a_step(peak):
+    """What the steps needed until then is kept, and the allocator begins anew."""
+    found = Counts({}, 1)
+    peak.append(70)
     with pytest.raises(KeyError), unmeasured_memory(GPU, found):
         peak.append(99)
         raise KeyError
@@ -69,12 +77,8 @@ def test_memory_of_an_evaluation_is_not_that_of_a_step(monkeypatch):
     assert found.peak == 70
 
 
-def test_memory_of_a_warm_up_is_not_that_of_a_step(monkeypatch):
+def test_memory_of_a_warm_up_is_not_that_of_a_step(peak, monkeypatch):
     """Compilers and kernels' first calls need more than steps do."""
-    peak = [0]
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.clear())
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: max(peak, default=0))
     monkeypatch.setattr(probe_module, "to_device", lambda batch, device: batch)
     monkeypatch.setattr(probe_module, "probe", lambda *_, **__: peak.append(99 * 2 ** 20) or Counts({}, 1))
     trainer, _ = second(warmup_steps=0)
