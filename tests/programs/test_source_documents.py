@@ -15,7 +15,6 @@ import tiny_openfold_v2 as tof
 from companions import fusion_patterns
 from fusion_lab.measuring import batch_size
 from fusion_lab.measuring.probe import probe
-from fusion_lab.profiler import arguments as session
 from fusion_lab.profiler import command
 from fusion_lab.rocm.all_profilers import WRAPPERS, add_options
 from fusion_lab.rocm.wrapper import parse as wrapper_parse
@@ -85,7 +84,7 @@ def parsed(what, words):
     if what in programs:
         return flags.parse(flags.make_parser(programs[what]), programs[what], words)
     if what == "session":
-        return session.parse(words, LLAMA)
+        return command.parse(words, LLAMA)
     if what == "study":
         return study.parse(words, LLAMA)
     if what == "batch_size":
