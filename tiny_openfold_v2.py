@@ -534,9 +534,9 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
         """msa_tokens (B, N, S), possibly corrupted; target_tokens (B, S), default the first row; masks (B, S)
         and (B, N), 1 = present; extra_msa (B, M, S), default msa_tokens, for --coevolution. targets:
         msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3) in Å with coord_mask (B, S);
-        orientations (B, S, S, 3), bins. Returns a dict: with targets, loss and its parts; unless only_loss,
-        distances (Å), contact_probability (B, S, S), distogram_logits, msa_repr, pair_repr; with
-        --orientations omega, theta, phi (B, S, S, bins)."""
+        orientations (B, S, S, 3), bins. Returns a dict: with targets, loss and its parts, and these again as
+        `losses` {name: Loss}; unless only_loss, distances (Å), contact_probability (B, S, S),
+        distogram_logits, msa_repr, pair_repr; with --orientations omega, theta, phi (B, S, S, bins)."""
         attention_choice.prepare_flex_attention(msa_tokens.device)
         target = msa_tokens[:, 0] if target_tokens is None else target_tokens
         features = None

@@ -60,7 +60,7 @@ class TinyOpenFoldV2(nn.Module, Model):
     def __call__(self, msa_tokens: Tensor, target_tokens: Tensor | None = None,
                  seq_mask: Tensor | None = None, row_mask: Tensor | None = None,
                  extra_msa: Tensor | None = None, only_loss: bool = False,
-                 **targets: Tensor) -> dict[str, Tensor]: ...
+                 **targets: Tensor) -> dict[str, Tensor]: ...  # but "losses", which is {name: Loss}
     def get_fusion_statistics(self) -> dict[str, Any]: ...
 
 def train(program: Program, settings: Settings, compare_with: str | None = None,

@@ -15,13 +15,7 @@ from fusion_lab.training.feeding import to_device
 from fusion_lab.training.machine import process_settings
 from tests.support import require_shared
 from tiny_openfold.layers import attention_choice
-from tiny_openfold.layers.custom_gradients import (
-    ChannelBias,
-    LinearReLU,
-    SummedRows,
-    TriangleProduct,
-    stored,
-)
+from tiny_openfold.layers.custom_gradients import ChannelBias, LinearReLU, SummedRows, TriangleProduct, stored
 from tiny_openfold.proteins.batches import SyntheticProteins
 
 COMBINATIONS = list(itertools.product([False, True], repeat=5))
@@ -346,11 +340,8 @@ def gpu_trainer(**values):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "more",
-    [{}, dict(use_amp=True, amp_dtype="float16"),
-     dict(use_amp=True, amp_dtype="bfloat16", enable_master_weights=True)],
-)
+@pytest.mark.parametrize("more", [{}, dict(use_amp=True, amp_dtype="float16"),
+                                  dict(use_amp=True, amp_dtype="bfloat16", enable_master_weights=True)])
 def test_graphed_steps_are_eager_steps(more):
     """From the first one on, which captures. Both mark three phases and move the average."""
     losses, marks = [], []
@@ -398,9 +389,8 @@ def test_attention_backends_agree_with_float64_on_gpu(backend, biased):
         out = tof.attend(*tensors[:3], tensors[3] if biased else None, mask, name)
         return [out, *torch.autograd.grad((out * weight.to(dtype)).sum(), tensors)]
 
-    for exact, plain, found in zip(
-        run(torch.float64, "math"), run(torch.float32, "math"), run(torch.float32, backend), strict=True
-    ):
+    for exact, plain, found in zip(run(torch.float64, "math"), run(torch.float32, "math"),
+                                   run(torch.float32, backend), strict=True):
         own, error = ((x - exact).abs().max().item() for x in (plain, found))
         assert error <= 3 * own + 4e-7 * exact.abs().max().item()
 
