@@ -51,11 +51,11 @@ def counting(monkeypatch):
 
 def test_steps_alternate_from_equal_weights_and_a_slowdown_is_one(counting):
     shown, notes = [], []
-    found = compare.compare(counting, SETTINGS, "fused", 7, lambda found: shown.append(len(found.rows)),
-                            notes.append)
-    baseline, fused = found.rows
+    comparison = compare.compare(counting, SETTINGS, "fused", 7,
+                                 lambda known: shown.append(len(known.rows)), notes.append)
+    baseline, fused = comparison.rows
     assert Counting.turns[-14:] == [False, True, True, False] * 3 + [False, True]
-    assert (fused.measured, found.ended, shown) == (True, "7 rounds", [2])
+    assert (fused.measured, comparison.ended, shown) == (True, "7 rounds", [2])
     assert fused.speedup == pytest.approx(0.8) and fused.batch_time_reduction_percent == pytest.approx(-25)
     assert fused.step_times == pytest.approx([1.25] * 7) and fused.baseline_step_times == [1.0] * 7
     assert (fused.speedup_low, fused.speedup_high) == pytest.approx((0.8, 0.8))
@@ -68,9 +68,9 @@ def test_steps_alternate_from_equal_weights_and_a_slowdown_is_one(counting):
     assert baseline.samples_per_second == 2 / baseline.median_batch_time
     assert baseline.launches_per_step > fused.launches_per_step > 5
     assert fused.launch_reduction_percent == 100 * (1 - fused.launches_per_step / baseline.launches_per_step)
-    assert len(notes) == 3 and found.as_dict()["training_params"]["num_steps"] == 7  # that ran, not 50
-    assert json.loads(json.dumps(found.as_dict()))["variants"][1] == dict(dataclasses.asdict(fused),
-                                                                          measured=True)
+    assert len(notes) == 3 and comparison.as_dict()["training_params"]["num_steps"] == 7  # that ran, not 50
+    assert json.loads(json.dumps(comparison.as_dict()))["variants"][1] == dict(
+        dataclasses.asdict(fused), measured=True)
 
 
 @pytest.mark.parametrize("seconds, asked, ended, left", [  # of a round
@@ -141,10 +141,10 @@ def test_a_signal_ends_the_rounds_and_keeps_those_in_which_all_had_their_turn(co
             self.asked += 1
             return 2 if self.asked > 11 else None
 
-    found = compare.compare(counting, SETTINGS, "fused compiled", 50, stop=Stop())
-    assert found.ended.startswith("interrupted after") and [row.measured for row in found.rows] == [
+    comparison = compare.compare(counting, SETTINGS, "fused compiled", 50, stop=Stop())
+    assert comparison.ended.startswith("interrupted after") and [row.measured for row in comparison.rows] == [
         True, True, False]
-    baseline, fused, compiled = found.rows
+    baseline, fused, compiled = comparison.rows
     assert len(baseline.step_times) == len(fused.step_times) == 5
     assert fused.final_loss == pytest.approx(baseline.final_loss, rel=1e-4)
     assert compiled.reason == compare.INTERRUPTED
@@ -160,8 +160,8 @@ def program_of(directory, *lines):
 def test_a_variant_whose_process_was_cut_short_is_not_measured(monkeypatch):
     """Whatever its comparison had found by then."""
     variant = make_variants(SETTINGS, "compiled", False)[1]
-    found = dict(variants=[dict(name="compiled", measured=True, fusion_config={}, step_times=[1.0])])
-    monkeypatch.setattr(compare, "compare_apart", lambda *_: (found, "exit code 143"))
+    content = dict(variants=[dict(name="compiled", measured=True, fusion_config={}, step_times=[1.0])])
+    monkeypatch.setattr(compare, "compare_apart", lambda *_: (content, "exit code 143"))
     row = compare.measure_apart(SECOND, SETTINGS, variant, 4, NEVER)
     assert not row.measured and row.reason == "exit code 143"
 
@@ -188,8 +188,8 @@ def test_a_child_that_ends_leaves_no_process_and_says_why(asked, seconds, then, 
 
     class Request:
         signal = property(lambda self: asked if pid.exists() and pid.read_text() else None)
-    found, said = compare.compare_apart(program, [], str(pid), Request(), seconds)
-    assert said == reason and not found
+    content, said = compare.compare_apart(program, [], str(pid), Request(), seconds)
+    assert said == reason and not content
     wait_for(lambda: gone(pid.read_text().strip()))
 
 
@@ -295,7 +295,7 @@ def test_the_command_to_copy_is_of_what_is_faster_beyond_doubt_and_has_the_basel
     off = dict(enable_fused_relu=False)
     rows = [row("baseline", 1.0, None, **off), row("fast", 2.0, low, loss, enable_fused_residual=True),
             compare.Row("absent", {}, reason="no GPU")]
-    found = to_copy(SECOND, SETTINGS, rows)
-    assert len(found) == lines and ("did not pass" in found[0]) == (lines == 2)
-    assert found[-1].endswith(f"--num-steps={SETTINGS.training.num_steps}")
-    assert (flags or "--disable-fused-relu") in found[-1] and ("(fast)" in found[-1]) == bool(flags)
+    said = to_copy(SECOND, SETTINGS, rows)
+    assert len(said) == lines and ("did not pass" in said[0]) == (lines == 2)
+    assert said[-1].endswith(f"--num-steps={SETTINGS.training.num_steps}")
+    assert (flags or "--disable-fused-relu") in said[-1] and ("(fast)" in said[-1]) == bool(flags)

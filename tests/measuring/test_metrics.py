@@ -97,13 +97,13 @@ def test_of_a_step_that_stands_there_twice_the_last_counts(tmp_path):
 
 
 def test_a_learning_curve_is_a_picture_and_never_ends_a_run(tmp_path, monkeypatch, capsys):
-    found = of_run(tmp_path)
+    curve = of_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n{"step": 2, "evaluation": {"a": 0.5, "b": 0.25}}\n'
         '{"step": 4, "evaluation": {"a": 0.75}}\n')
-    assert found.draw() == str(tmp_path / "learning_curve.png")
+    assert curve.draw() == str(tmp_path / "learning_curve.png")
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(metrics, "plot_curve", lambda *_: 1 / 0)
-    assert found.draw() is None
+    assert curve.draw() is None
     error = capsys.readouterr().err
     assert "learning_curve.png" in error and error.count("\n") == 1

@@ -38,19 +38,19 @@ def test_kernels_that_were_not_recorded_are_no_launches(names, kernels, launches
     trainer, batch = second()
     trainer.step(batch)
     trainer.device, trainer.graph = GPU, SimpleNamespace(peak=123, kernels=kernels)
-    found = probe(trainer, batch)
-    assert (found.launches, found.peak, found.graph_kernels) == (launches, 123, kernels)
-    assert said in (found.uncounted or "") and bool(found.uncounted) == bool(said)
-    found = probe(trainer, batch, count_launches=False)
-    assert found.launches is None and "outer profiler" in found.uncounted
+    counts = probe(trainer, batch)
+    assert (counts.launches, counts.peak, counts.graph_kernels) == (launches, 123, kernels)
+    assert said in (counts.uncounted or "") and bool(counts.uncounted) == bool(said)
+    counts = probe(trainer, batch, count_launches=False)
+    assert counts.launches is None and "outer profiler" in counts.uncounted
 
 
 def test_peak_memory_in_megabytes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2 ** 20)
     assert Counts(dict(a=2 ** 20, b=2 ** 19), 1).saved_mb == 1.5
     for peak, on_cpu, on_gpu in ((None, None, 3.0), (2 ** 19, 0.5, 3.0), (5 * 2 ** 20, 5.0, 5.0)):
-        found = Counts({}, 1, peak=peak)
-        assert (peak_megabytes(CPU, found), peak_megabytes(GPU, found)) == (on_cpu, on_gpu)
+        counts = Counts({}, 1, peak=peak)
+        assert (peak_megabytes(CPU, counts), peak_megabytes(GPU, counts)) == (on_cpu, on_gpu)
 
 
 @pytest.fixture
@@ -65,16 +65,16 @@ def peak(monkeypatch):
 
 def test_memory_of_an_evaluation_is_not_that_of_a_step(peak):
     """What the steps needed until then is kept, and the allocator begins anew."""
-    found = Counts({}, 1)
+    counts = Counts({}, 1)
     peak.append(70)
-    with pytest.raises(KeyError), unmeasured_memory(GPU, found):
+    with pytest.raises(KeyError), unmeasured_memory(GPU, counts):
         peak.append(99)
         raise KeyError
-    assert found.peak == 70 and not peak
+    assert counts.peak == 70 and not peak
     peak.append(60)
-    with unmeasured_memory(GPU, found):
+    with unmeasured_memory(GPU, counts):
         pass
-    assert found.peak == 70
+    assert counts.peak == 70
 
 
 def test_memory_of_a_warm_up_is_not_that_of_a_step(peak, monkeypatch):
@@ -83,9 +83,9 @@ def test_memory_of_a_warm_up_is_not_that_of_a_step(peak, monkeypatch):
     monkeypatch.setattr(probe_module, "probe", lambda *_, **__: peak.append(99 * 2 ** 20) or Counts({}, 1))
     trainer, _ = second(warmup_steps=0)
     trainer.device, trainer.preserved = GPU, contextlib.nullcontext
-    found = warm_up(trainer, SECOND.data(trainer.settings))
+    counts = warm_up(trainer, SECOND.data(trainer.settings))
     peak.append(2 ** 20)
-    assert peak_megabytes(GPU, found) == 1.0
+    assert peak_megabytes(GPU, counts) == 1.0
 
 
 def test_warm_up_times_its_steps_and_leaves_nothing_behind(monkeypatch):
@@ -93,11 +93,11 @@ def test_warm_up_times_its_steps_and_leaves_nothing_behind(monkeypatch):
     source, steps, step = SECOND.data(trainer.settings), [], trainer.step
     trainer.step = lambda *given: steps.append(1) or step(*given)
     before = [p.detach().clone() for p in trainer.model.parameters()]
-    found = warm_up(trainer, source)
-    assert found.warmup_time >= found.first_step_time > 0 and len(steps) > 3 and found.launches > 20
+    counts = warm_up(trainer, source)
+    assert counts.warmup_time >= counts.first_step_time > 0 and len(steps) > 3 and counts.launches > 20
     assert all(map(torch.equal, before, trainer.model.parameters())) and trainer.step_number == 0
-    found = warm_up(trainer, source, SimpleNamespace(signal=2))
-    assert (found.warmup_time, found.first_step_time) == (0, None)
+    counts = warm_up(trainer, source, SimpleNamespace(signal=2))
+    assert (counts.warmup_time, counts.first_step_time) == (0, None)
 
 
 def test_an_outer_profiler_does_not_share_the_gpu_with_one_that_counts(monkeypatch):

@@ -49,8 +49,8 @@ def test_shares_of_flops_are_of_the_sub_layers_alone():
 @pytest.mark.parametrize("asks", [False, True])  # the model for the autocast of its device
 def test_flops_of_every_sub_layer_by_hand(asks):
     """Products of 3 x 8 with 8 x 32, four blocks, backward twice as many, and nothing beside them."""
-    found = flops_by_sublayer(SECOND, settings(depth=4, enable_fused_residual=asks), on_gpu=False)
-    assert found == dict(up=12 * 1536, down=12 * 1536, rest=0)
+    flops = flops_by_sublayer(SECOND, settings(depth=4, enable_fused_residual=asks), on_gpu=False)
+    assert flops == dict(up=12 * 1536, down=12 * 1536, rest=0)
 
 
 def test_the_table_as_cells(three):
@@ -95,20 +95,20 @@ FEW_ROWS = dict(num_blocks=1, num_seqs=3, seq_len=13, batch_size=1, msa_dim=8, o
 def of_formulas(settings):
     """{sub-layer or "rest": FLOPs of a step of one block}; backward takes twice those of forward."""
     of_a_step = costs(settings.model, settings.fusion, settings.training)
-    found = {name: 3 * cost.flops for name, cost in of_a_step.items()}
-    return {"rest": found.pop("heads"), **found}
+    flops = {name: 3 * cost.flops for name, cost in of_a_step.items()}
+    return {"rest": flops.pop("heads"), **flops}
 
 
 def test_flops_under_every_switch_are_those_of_the_formulas():
     """Few rows of many residues are re-associated, which costs less; recomputation does not count."""
-    off, found = tof.FusionConfig.preset(False), {}
+    off, flops = tof.FusionConfig.preset(False), {}
     for name in (None, *off.names()):
         settings = replace(given(**FEW_ROWS), fusion=replace(off, **{name: True} if name else {}))
-        expected, found[name] = of_formulas(settings), flops_by_sublayer(PROGRAM, settings, on_gpu=False)
-        assert found[name] == expected, name
-    assert found["enable_opm_fusion"]["outer_product_mean"] < found[None]["outer_product_mean"]
+        expected, flops[name] = of_formulas(settings), flops_by_sublayer(PROGRAM, settings, on_gpu=False)
+        assert flops[name] == expected, name
+    assert flops["enable_opm_fusion"]["outer_product_mean"] < flops[None]["outer_product_mean"]
     every = replace(settings, fusion=tof.FusionConfig.preset(True))
-    assert flops_by_sublayer(PROGRAM, every, on_gpu=False) == found["enable_opm_fusion"]
+    assert flops_by_sublayer(PROGRAM, every, on_gpu=False) == flops["enable_opm_fusion"]
     more_rows = replace(given(**dict(FEW_ROWS, num_seqs=5, num_blocks=2)), fusion=tof.FusionConfig())
     plain = replace(more_rows, fusion=off)
     assert flops_by_sublayer(PROGRAM, more_rows, False) == flops_by_sublayer(PROGRAM, plain, False)
@@ -155,8 +155,8 @@ def test_the_ceilings_of_a_run_are_those_of_its_precision(monkeypatch):
     speeds = {torch.float32: 1e12, torch.float16: 3e12}
     monkeypatch.setattr(roofline, "matmul_ceiling", lambda device, dtype: speeds[dtype])
     monkeypatch.setattr(roofline, "copy_ceiling", lambda _: 2.5e9)
-    found = roofline.measure_ceilings(CPU, SECOND.settings().training)
-    assert found == dict(copy_bytes_per_s=2.5e9, dtype="float32", matmul_flops_per_s=1e12)
+    ceilings = roofline.measure_ceilings(CPU, SECOND.settings().training)
+    assert ceilings == dict(copy_bytes_per_s=2.5e9, dtype="float32", matmul_flops_per_s=1e12)
     half = SECOND.settings(use_amp=True, amp_dtype="float16").training
-    assert roofline.measure_ceilings(CPU, half) == dict(found, dtype="float16", matmul_flops_per_s=3e12)
-    assert "copy 2.5 GB/s" in roofline.ceiling_line(found)
+    assert roofline.measure_ceilings(CPU, half) == dict(ceilings, dtype="float16", matmul_flops_per_s=3e12)
+    assert "copy 2.5 GB/s" in roofline.ceiling_line(ceilings)

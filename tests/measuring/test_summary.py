@@ -62,9 +62,9 @@ def test_a_run_by_hand(monkeypatch, tmp_path, capsys):
 def test_a_long_run_keeps_the_times_of_its_last_thousand_steps():
     times = np.zeros((1001, 4))
     times[:, 1] = np.arange(1001)
-    found = summary.of_steps(SimpleNamespace(graph=None), [1.0] * 1001, times, 2)
-    assert found["step_times"] == [*range(1, 1001)]
-    assert (found["median_batch_time"], found["avg_training_speed"]) == (500, pytest.approx(2 / 500))
+    figures = summary.of_steps(SimpleNamespace(graph=None), [1.0] * 1001, times, 2)
+    assert figures["step_times"] == [*range(1, 1001)]
+    assert (figures["median_batch_time"], figures["avg_training_speed"]) == (500, pytest.approx(2 / 500))
 
 
 def test_nobody_waits_for_a_ceiling_or_a_picture_after_ctrl_c(monkeypatch, tmp_path, capsys):
@@ -118,8 +118,8 @@ def test_a_speed_up_passes_by_its_interval(least, low, code, capsys):
 
 def test_against_an_earlier_run(capsys):
     before = earlier(40.0, config=dict(width=8), system_info=dict(gpu_name=None))
-    found = summary.print_against(before, now())
-    assert found == dict(speedup=2.5, speedup_low=None, speedup_high=None, differences=[],
+    comparison = summary.print_against(before, now())
+    assert comparison == dict(speedup=2.5, speedup_low=None, speedup_high=None, differences=[],
                          memory_reduction_percent=pytest.approx(25.0))
     out = capsys.readouterr().out
     assert "Training speed: 4.0 -> 10.0 samples/sec, 2.50x (spread unknown" in out
@@ -130,9 +130,9 @@ def test_against_an_earlier_run(capsys):
 def test_what_differs_between_runs_that_are_comparable_is_named(capsys):
     before = earlier(config=dict(depth=9), training_params=dict(batch_size=2, use_amp=True),
                      system_info=dict(torch_version="2.10"), fusion_config=dict(enable_x=True))
-    found = summary.print_against(before, now(system_info=dict(gpu_name=None, torch_version="2.13"),
+    comparison = summary.print_against(before, now(system_info=dict(gpu_name=None, torch_version="2.13"),
                                               fusion_config=dict(enable_x=False)))
-    assert found["speedup"] == 2.5 and found["differences"] == [
+    assert comparison["speedup"] == 2.5 and comparison["differences"] == [
         "batch_size 2 -> 4", "use_amp True -> False", "torch_version 2.10 -> 2.13",
         "gpu_name unknown -> None", "enable_x True -> False"]
     out = capsys.readouterr().out
@@ -150,10 +150,10 @@ def of_steps(*milliseconds):
 def test_a_ratio_of_two_files_has_its_spread(tmp_path, capsys):
     before = dict(performance_summary=of_steps(40, 38, 40, 40, 40, 42, 99))
     (tmp_path / "s.json").write_text(json.dumps(before))
-    found = summary.print_against(summary.read_summary(tmp_path / "s.json"),
+    comparison = summary.print_against(summary.read_summary(tmp_path / "s.json"),
                                   now(performance_summary=of_steps(*[20] * 7)))
     said = "100.0 -> 200.0 samples/sec, 2.00x (95% interval 1.90 to 4.9"
-    assert said in capsys.readouterr().out and found["speedup_low"] == pytest.approx(1.9)
+    assert said in capsys.readouterr().out and comparison["speedup_low"] == pytest.approx(1.9)
 
 
 @pytest.mark.parametrize("ceilings, mfu", [((4e12, 8e12), None), ((1e12, 4e12), 0.5), ((1e12, 1e12), None)])
@@ -171,8 +171,8 @@ def test_no_step_is_faster_than_its_ceiling(ceilings, mfu, monkeypatch):
     (dict(system_info=dict(gpu_name=None, cpu_threads=2)),
      dict(system_info=dict(gpu_name=None, cpu_threads=1)), "cpu_threads 2 -> 1")])
 def test_no_speed_up_between_machines_or_sizes(before, after, said, capsys):
-    found = summary.print_against(earlier(**before), now(**after))
-    assert found["speedup"] is None and found["differences"] == [said]
+    comparison = summary.print_against(earlier(**before), now(**after))
+    assert comparison["speedup"] is None and comparison["differences"] == [said]
     assert f"samples/sec, not comparable: {said}\n" in capsys.readouterr().out
 
 

@@ -35,8 +35,8 @@ def fusion(switches, **more):
 def given(fusion=None, **values):
     """Settings of the small model."""
     values = dict(SMALL, num_seqs=6, seq_len=12, batch_size=2) | values
-    found = tof.PROGRAM.settings(**values)
-    return found if fusion is None else dataclasses.replace(found, fusion=fusion)
+    settings = tof.PROGRAM.settings(**values)
+    return settings if fusion is None else dataclasses.replace(settings, fusion=fusion)
 
 
 def trainer_and_batch(settings):
@@ -73,32 +73,32 @@ def errors(block, reference):
                  msa_transition=(msa,), outer_product_mean=(msa, row_mask), pair_transition=(pair,),
                  **{f"triangle_{name}": (pair, seq_mask) for name in (
                      "mult_outgoing", "mult_incoming", "attn_starting", "attn_ending")})
-    found = {}
+    largest = {}
     for name, arguments in calls.items():
         mask = valid["msa" if name.startswith("msa") else "pair"]
-        found[name] = ((getattr(block, name)(*arguments) - reference[f"update/{name}"]) * mask).abs().max()
+        largest[name] = ((getattr(block, name)(*arguments) - reference[f"update/{name}"]) * mask).abs().max()
     outputs = dict(zip(("msa", "pair"), block(msa, pair, seq_mask, row_mask), strict=True))
     for name, out in outputs.items():
-        found[f"block {name}"] = ((out - reference[f"block/{name}"]) * valid[name]).abs().max()
+        largest[f"block {name}"] = ((out - reference[f"block/{name}"]) * valid[name]).abs().max()
     loss = sum((out * reference[f"loss/{name}_weight"]).sum() for name, out in outputs.items())
     loss.backward()
-    found["loss"] = (loss - reference["loss/value"]).abs() / reference["loss/value"].abs()
+    largest["loss"] = (loss - reference["loss/value"]).abs() / reference["loss/value"].abs()
     for name, x in dict(msa=msa, pair=pair).items():
-        found[f"gradient {name}"] = (x.grad - reference[f"grad/{name}"]).abs().max()
+        largest[f"gradient {name}"] = (x.grad - reference[f"grad/{name}"]).abs().max()
     gradients = {name: p.grad for name, p in block.named_parameters()}
     for name, module in block.named_modules():
         if isinstance(module, tof.PackedProjections):
             module.split_packed(gradients, f"{name}.")
     for name, gradient in gradients.items():  # stored in float32: compared at its resolution
         truth = reference[f"grad/param/{name}"]
-        found[f"gradient {name}"] = ((gradient - truth).abs().max() - 1e-7 * truth.abs().max()).clamp(min=0)
-    return {name: value.item() for name, value in found.items()}
+        largest[f"gradient {name}"] = ((gradient - truth).abs().max() - 1e-7 * truth.abs().max()).clamp(min=0)
+    return {name: value.item() for name, value in largest.items()}
 
 
 @pytest.mark.parametrize("switches", COMBINATIONS)
 def test_block_matches_independent_implementation(reference, switches):
-    found = errors(reference_block(reference, switches), reference)
-    assert {name: error for name, error in found.items() if not error < 1e-10} == {}
+    largest = errors(reference_block(reference, switches), reference)
+    assert {name: error for name, error in largest.items() if not error < 1e-10} == {}
 
 
 def random_block(switches=(True,) * 4, **sizes):
@@ -261,8 +261,9 @@ def test_rows_of_tables_are_summed_and_differentiated():
     plain = sum(map(torch.nn.functional.embedding, indices, tables))
     for rows in (SummedRows.apply(*tables, *indices), plain):
         results.append([rows.detach(), *torch.autograd.grad((rows * weights).sum(), tables)])
-    assert all(torch.equal(found, expected) for found, expected in zip(*results, strict=True))
-    assert all(found.any() for found in results[0]) and not results[0][1][4].any()  # of a row never asked for
+    assert all(torch.equal(result, expected) for result, expected in zip(*results, strict=True))
+    assert all(result.any() for result in results[0])
+    assert not results[0][1][4].any()  # of a row that was never asked for
 
 
 BROKEN = {  # what becomes of q, k, v, bias, key_mask and the backend, and of attention's result
@@ -389,9 +390,9 @@ def test_attention_backends_agree_with_float64_on_gpu(backend, biased):
         out = tof.attend(*tensors[:3], tensors[3] if biased else None, mask, name)
         return [out, *torch.autograd.grad((out * weight.to(dtype)).sum(), tensors)]
 
-    for exact, plain, found in zip(run(torch.float64, "math"), run(torch.float32, "math"),
+    for exact, plain, chosen in zip(run(torch.float64, "math"), run(torch.float32, "math"),
                                    run(torch.float32, backend), strict=True):
-        own, error = ((x - exact).abs().max().item() for x in (plain, found))
+        own, error = ((x - exact).abs().max().item() for x in (plain, chosen))
         assert error <= 3 * own + 4e-7 * exact.abs().max().item()
 
 

@@ -57,9 +57,9 @@ def test_distances_and_contacts_against_a_hand_count():
     pair[0, 0, 2, 5] = math.log(3)       # one of 66 parts becomes three: bin 5 is 3/66, the others 1/66
     pair[0, 0, 1, 18] = pair[0, 1, 2, 19] = 50.0  # bin 18 ends at 7.9375 Å, bin 19 beyond 8 Å
     pair[1, 0, 1, 0] = pair[1, 0, 2, 63] = 50.0   # the first and the last bin
-    found = heads(msa, pair)
-    assert found["distogram_logits"][0, 2, 0, 5].item() == pytest.approx(math.log(3))
-    distances, contact = found["distances"], found["contact_probability"]
+    output = heads(msa, pair)
+    assert output["distogram_logits"][0, 2, 0, 5].item() == pytest.approx(math.log(3))
+    distances, contact = output["distances"], output["contact_probability"]
     close = dict(rtol=0, atol=1e-5)
     torch.testing.assert_close(distances, distances.mT, **close)
     mixed = (64 * MEAN_CENTRE + 2 * (FIRST_CENTRE + 5 * STEP)) / 66
@@ -68,7 +68,7 @@ def test_distances_and_contacts_against_a_hand_count():
     torch.testing.assert_close(distances[1, 0, 1:], torch.tensor([FIRST_CENTRE, 21.84375]), **close)
     torch.testing.assert_close(contact[0], torch.tensor([
         [19 / 64, 1, 21 / 66], [1, 19 / 64, 0], [21 / 66, 0, 19 / 64]]), **close)
-    assert distances.requires_grad and contact.requires_grad and set(found) == {
+    assert distances.requires_grad and contact.requires_grad and set(output) == {
         "msa_repr", "pair_repr", "distogram_logits", "distances", "contact_probability"}
 
 
@@ -79,11 +79,11 @@ def test_losses_against_a_hand_count():
     known = torch.tensor([[1.0, 1, 0], [0, 0, 1]])
     pair[0, 0, 1, 9] = math.log(3)
     pair[0, :, 2], pair[1, 0] = torch.arange(64.0), torch.arange(64.0)  # of pairs that nobody knows
-    found = heads(msa, pair, coords=coords, coord_mask=known)
+    output = heads(msa, pair, coords=coords, coord_mask=known)
     expected = (2 * math.log(66 / 3) + 3 * math.log(64)) / 5  # (0, 1) and (1, 0); three on the diagonal
-    assert found["distogram_loss"].item() == pytest.approx(expected, rel=1e-5)
-    assert found["loss"] is found["distogram_loss"] and found["loss"].requires_grad
-    assert not found["distances"].requires_grad  # a by-product in training
+    assert output["distogram_loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert output["loss"] is output["distogram_loss"] and output["loss"].requires_grad
+    assert not output["distances"].requires_grad  # a by-product in training
     one = heads(msa, pair, coords=coords, coord_mask=torch.tensor([[0.0, 0, 0], [0, 0, 1]]))
     assert one["loss"].item() == pytest.approx(math.log(64))
     assert heads(msa, pair, coords=coords, coord_mask=torch.zeros(2, 3))["loss"].item() == 0
@@ -154,8 +154,8 @@ def test_the_shipped_model_loads_and_says_what_it_said():
     place = torch.arange(24)
     tokens = (5 * place + torch.arange(12)[:, None] // 3 * (place % 5 == 0)) % 20
     with torch.no_grad():
-        found = model(tokens[None])["distances"][0, 2, [5, 9, 14, 22]]
-    torch.testing.assert_close(found, torch.tensor([10.258, 18.199, 15.774, 8.285]), rtol=0, atol=0.02)
+        distances = model(tokens[None])["distances"][0, 2, [5, 9, 14, 22]]
+    torch.testing.assert_close(distances, torch.tensor([10.258, 18.199, 15.774, 8.285]), rtol=0, atol=0.02)
 
 
 # --- Weights at the start ------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ def test_initial_weights():
 def test_the_seed_alone_decides_the_weights():
     expected = model_of().state_dict()
     for seed, equal in ((0, True), (1, False)):
-        found = trainer_of(seed=seed).model.state_dict()
-        assert all(torch.equal(found[name], expected[name]) for name in expected) == equal
+        weights = trainer_of(seed=seed).model.state_dict()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected) == equal
 
 
 # --- Dropout -------------------------------------------------------------------------------------------
@@ -293,10 +293,10 @@ def test_costs_of_every_sub_layer_by_hand():
     bytes, over the outer product's hidden tensor 240, over the biases of rows 144 and of pairs 216."""
     sizes = dict(batch_size=2, num_seqs=2, seq_len=3, msa_dim=4, pair_dim=6, msa_heads=2, pair_heads=3,
                  outer_product_dim=5)
-    found = costs_of(**sizes)
+    by_name = costs_of(**sizes)
     multiplication = (8424, 9 * 432, 15 * 432)
     attention = (8424, 11 * 432 + 2 * 216, 18 * 432 + 3 * 216)
-    assert {name: dataclasses.astuple(cost) for name, cost in found.items()} == dict(
+    assert {name: dataclasses.astuple(cost) for name, cost in by_name.items()} == dict(
         msa_row_attention=(2928, 11 * 192 + 432 + 2 * 144, 18 * 192 + 2 * 432 + 3 * 144),
         msa_column_attention=(2304, 11 * 192, 18 * 192), msa_transition=(3072, 2 * 192, 3 * 192),
         outer_product_mean=(8160, 432 + 192 + 4 * 240, 432 + 3 * 192 + 6 * 240),
@@ -304,11 +304,11 @@ def test_costs_of_every_sub_layer_by_hand():
         triangle_attn_starting=attention, triangle_attn_ending=attention,
         pair_transition=(10368, 2 * 432, 3 * 432), heads=(16032, None, None))
     half = costs_of(**sizes, use_amp=True)  # two bytes instead of four
-    assert all(2 * half[name].forward_bytes == found[name].forward_bytes for name in tof.SUBLAYERS)
+    assert all(2 * half[name].forward_bytes == by_name[name].forward_bytes for name in tof.SUBLAYERS)
     few = costs_of(**dict(sizes, batch_size=1, num_seqs=1, seq_len=4))  # re-associated
     assert few["outer_product_mean"].flops == 4 * 4 * 4 * 5 + 2 * 4 * 25 * 6 + 2 * 16 * 5 * 6
     twice = costs_of(**sizes, num_blocks=2)
-    assert all(twice[name].flops == (1 if name == "heads" else 2) * found[name].flops for name in found)
+    assert all(twice[name].flops == (1 if name == "heads" else 2) * by_name[name].flops for name in by_name)
 
 
 @pytest.mark.parametrize("chosen", ["math", "sdpa", "flex"])

@@ -56,8 +56,8 @@ def test_a_switch_that_needs_another_one_changes_nothing_without_it():
     for on, changed in ((False, ["outer_product_mean"]), (True, [
             "outer_product_mean", "triangle_mult_outgoing", "triangle_mult_incoming"])):
         given = session(sublayers=entries, fusion_config=dict(enable_triangle_fusion=on))
-        found = {row[0]: row[1] for row in report.switch_rows(tof.PROGRAM, given)}
-        assert found["projection-fusion"] == ", ".join(changed)
+        changes = {row[0]: row[1] for row in report.switch_rows(tof.PROGRAM, given)}
+        assert changes["projection-fusion"] == ", ".join(changed)
 
 
 def test_the_report_says_what_was_run_and_what_is_missing():
@@ -89,19 +89,20 @@ def test_names_of_kernels_cannot_break_a_table():
 def test_two_sessions_in_words():
     """Steps of 3.9 to 4.1 ms and of 1 ms; the medians' intervals are the outermost of seven."""
     step = dict(untraced_ms=4.0, step_times=[3.9e-3, 4e-3, 4e-3, 4e-3, 4e-3, 4e-3, 4.1e-3])
-    found = report.compare_sessions(session(step=step), session(), "earlier")
-    assert found["step_ms"] == [4.0, 1.0] and found["differences"] == []
-    assert (found["speedup"], found["speedup_low"], found["speedup_high"]) == pytest.approx((4, 3.9, 4.1))
-    text = "\n".join(report.comparison_lines(found))
+    comparison = report.compare_sessions(session(step=step), session(), "earlier")
+    assert comparison["step_ms"] == [4.0, 1.0] and comparison["differences"] == []
+    gain = [comparison[key] for key in ("speedup", "speedup_low", "speedup_high")]
+    assert gain == pytest.approx([4, 3.9, 4.1])
+    text = "\n".join(report.comparison_lines(comparison))
     assert "4.00 -> 1.00 ms: 4.00x (95% interval 3.90 to 4.10)" in text and "different clocks" not in text
     older = report.compare_sessions(session(step=dict(untraced_ms=4.0)), session(), "earlier")
     assert "4.00x (too few steps for an interval)" in "\n".join(report.comparison_lines(older))
     other = session(fusion_config=dict(enable_fused_relu=False), time_kind="GPU time",
                     system_info=dict(gpu_name="G", host_cpu="C|`1`", torch_version="3"))
-    found = report.compare_sessions(session(), other, "earlier")
-    assert found["differences"] == ["enable_fused_relu True -> False", "gpu_name None -> G",
+    comparison = report.compare_sessions(session(), other, "earlier")
+    assert comparison["differences"] == ["enable_fused_relu True -> False", "gpu_name None -> G",
                                     "torch_version 2 -> 3"]
-    assert "different clocks" in "\n".join(report.comparison_lines(found))
+    assert "different clocks" in "\n".join(report.comparison_lines(comparison))
 
 
 def test_only_sessions_are_read(tmp_path):

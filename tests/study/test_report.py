@@ -28,14 +28,14 @@ def row(name, seconds, speedup=1.0, **figures):
 
 def lines_of(study, rows_of):
     """Lines of every point of a study; rows_of(run, shape) are its rows, or why it failed."""
-    found = {}
+    lines = {}
     for run, shape in study.points():
         rows = rows_of(run, shape)
         reason = rows if isinstance(rows, str) else None
         machine = dict(gpu_name=None, host_cpu="<CPU>", torch_version="2", git_commit=None)
-        found[run, study.label(shape)] = dict(shape, run=run, reason=reason, system_info=machine,
+        lines[run, study.label(shape)] = dict(shape, run=run, reason=reason, system_info=machine,
                                               rows=[] if reason else rows)
-    return found
+    return lines
 
 
 def points_of(study, rows_of):
@@ -60,14 +60,14 @@ def test_a_point_is_the_median_over_its_runs():
 
 def test_points_against_their_baseline():
     """Speed-ups are those of the runs, whatever their times; a variant without figures has none."""
-    found = points_of(study_of(variants=["baseline", "fused", "compiled"], num_runs=2), lambda run, _: [
+    points = points_of(study_of(variants=["baseline", "fused", "compiled"], num_runs=2), lambda run, _: [
         row("baseline", 0.02 * run), row("fused", 0.01 * run, 2.0, peak_memory_mb=75.0),
         dict(name="compiled", reason="no compiler", median_batch_time=None)])
     keys = "speedup", "speedup_low", "speedup_high", "memory_reduction_percent"
-    assert [found[32, "baseline"][key] for key in keys] == [1, 1, 1, 0]
-    assert [found[32, "fused"][key] for key in keys] == pytest.approx([2, 2, 2, 25])
-    assert [found[32, "compiled"][key] for key in keys] == [None] * 4
-    assert found[32, "compiled"]["reason"] == "no compiler" and found[32, "compiled"]["n"] == 0
+    assert [points[32, "baseline"][key] for key in keys] == [1, 1, 1, 0]
+    assert [points[32, "fused"][key] for key in keys] == pytest.approx([2, 2, 2, 25])
+    assert [points[32, "compiled"][key] for key in keys] == [None] * 4
+    assert points[32, "compiled"]["reason"] == "no compiler" and points[32, "compiled"]["n"] == 0
 
 
 def test_the_csv_has_a_line_for_each_point():
