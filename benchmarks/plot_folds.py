@@ -10,12 +10,13 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-from fusion_lab.training import files
+from fusion_lab.training import errors
 
-files.quiet(__name__, "torch")
+errors.begin(__name__, "torch")
 
 from fusion_lab.measuring.plotting import require_matplotlib
-from fusion_lab.training.files import exit_code, read_json
+from fusion_lab.training.errors import exit_code
+from fusion_lab.training.files import read_json
 from fusion_lab.training.flags import Parser
 from tiny_openfold.proteins import fold_pictures, maps
 from tiny_openfold.proteins.files import load_protein, read_structure, split_structure_argument

@@ -18,7 +18,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from fusion_lab.training import files
-from fusion_lab.training.files import exit_code, printable
+from fusion_lab.training.errors import exit_code
+from fusion_lab.training.words import printable
 
 RESULTS = ROOT / "benchmarks" / "results"
 

@@ -7,7 +7,7 @@ import torch
 
 from fusion_lab.measuring.counters import OpCounter, is_view
 from fusion_lab.measuring.trace import TraceAnalysis, by_thread, read_trace
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 
 
 @dataclass

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as tree
 import pytest
 
 from benchmarks import plot_folds, plot_results
-from fusion_lab.training.files import UserError
+from fusion_lab.training.errors import UserError
 from tests.measuring.test_trace import Events
 from tests.proteins.folds_at_hand import SEQUENCE, a_fold
 from tests.support import ROOT, run_program
