@@ -12,21 +12,13 @@ Forward and backward are one CUDA graph; all implementations of a size take turn
 float64: at most three times plain PyTorch's in the same precision, and two roundings of the largest element.
 Writes OUT/kernels.json. Exit code 1 if ours or layout fails or is not accurate.
 """
-import pathlib
 import re
 import sys
-import time
 from functools import partial
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from fusion_lab.training import files
+from script import begin, gpu_or_trial, parser_of, write_result
 
-files.quiet(__name__)
-
-from fusion_lab.training.files import NO_GPU, UserError, exit_code, finite, require_packages, write_json
-
-require_packages("measure_kernels.py", "torch", "triton")
+begin(__name__, "torch", "triton")
 
 import torch
 
@@ -34,10 +26,10 @@ from evoformer_kernels import outer_product, transition
 from evoformer_kernels.attention import function as attention_layer
 from evoformer_kernels.triangle_multiplication import function as triangle_operator
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
-from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.measuring.bench import by_turns
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.flags import Parser, regular_expression, whole_number
-from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
+from fusion_lab.training.files import exit_code
+from fusion_lab.training.machine import MEGABYTE
 from tests.kernels import references
 
 OURS, CHANNELS, HEADS = ("ours", "layout"), 128, 4
@@ -181,16 +173,12 @@ def measure(operation, size, arguments, device):
         except Exception as error:  # a row with its reason
             row["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
         rows.append(row)
-    times = {name: PhaseTimer(device) for name in graphs}
-    for _ in range(arguments.steps + 3):
-        for name, graph in graphs.items():
-            times[name].start()
-            graph.graph.replay()
-            times[name].mark()
+    replays = {name: graph.graph.replay for name, graph in graphs.items()}
+    times = by_turns(replays, device, arguments.steps, repeats=1)
     for row in rows:
-        if row["implementation"] in times:
-            measured = 1e3 * times[row["implementation"]].seconds()[3:, 0]
-            row["p20_ms"], row["median_ms"], row["p80_ms"] = quantiles(measured)
+        for key, seconds in zip(("p20_ms", "median_ms", "p80_ms"), times.get(row["implementation"], ()),
+                                strict=False):
+            row[key] = 1e3 * seconds
         print(line(row), flush=True)
     return rows
 
@@ -204,17 +192,9 @@ def line(row):
 
 
 def main(argv=None):
-    parser = Parser(prog="measure_kernels.py", description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, help="directory for kernels.json (default: none)")
-    parser.add_argument("--only", default="", type=regular_expression,
-                        help="regular expression over operations")
-    parser.add_argument("--sizes", nargs="+", type=whole_number(), default=[64, 128, 256, 384, 512],
-                        help="residues (default: %(default)s)")
-    parser.add_argument("--steps", type=whole_number(), default=30, help="timed (default: %(default)s)")
+    parser = parser_of(__file__, __doc__, sizes=[64, 128, 256, 384, 512], steps=30, only="operations")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        raise UserError("needs a GPU", code=NO_GPU)
-    device, rows = choose_device("cuda"), []
+    device, rows = gpu_or_trial(), []
     names = [name for name in OPERATIONS if re.search(arguments.only, name)]
     if not names:
         parser.error(f"no operation is left by --only {arguments.only!r}")
@@ -222,9 +202,7 @@ def main(argv=None):
         for size in arguments.sizes:
             rows += measure(name, size, arguments, device)
             if arguments.out:
-                write_json(arguments.out / "kernels.json", finite(dict(
-                    command=" ".join(["python benchmarks/measure_kernels.py", *sys.argv[1:]]),
-                    date=time.strftime("%F"), rows=rows, system_info=system_info(device))))
+                write_result(arguments.out / "kernels.json", device, rows=rows)
     return int(not all(row.get("accurate") for row in rows if row["implementation"] in OURS))
 
 

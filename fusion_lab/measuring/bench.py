@@ -141,6 +141,21 @@ def alternate(candidates, supply, rounds, request, note=lambda text: None):
             note(f"{counted(number + 1, 'round')} done, {time_left(left)}")
 
 
+def by_turns(calls, device, rounds, repeats=5):
+    """{name: (p20, median, p80) in s} of calls, {name: function}; each round begins with another one. On a
+    GPU so many calls are timed together."""
+    names, repeats = list(calls), repeats if device.type == "cuda" else 1
+    timers = {name: PhaseTimer(device) for name in names}
+    for number in range(rounds + 2):
+        first = number % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            timers[name].start()
+            for _ in range(repeats):
+                calls[name]()
+            timers[name].mark()
+    return {name: quantiles(timer.seconds()[2:, 0] / repeats) for name, timer in timers.items()}
+
+
 # --- Contests of what is no variant -------------------------------------------------------------------------
 
 

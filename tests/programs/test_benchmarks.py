@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 import types
+import warnings
 
 import pytest
 import torch
 
 from fusion_lab.measuring import bench, clocks
 from fusion_lab.training import files
+from tests.kernels.clients import sources
 from tests.support import ROOT, require_shared
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -147,15 +149,19 @@ def test_rungs_for_which_memory_was_short_begin_again_alone(monkeypatch):
         (1, 1, False), (2, 4, False), (9, 5, True)]
 
 
-@pytest.mark.slow
-def test_patched_layers(tmp_path):
-    """Of a stand-in, on a CPU, where the layer's own code runs in both."""
-    done = run("measure_patches.py", "--quick", "--sizes", 5, "--steps", 1, "--out", tmp_path,
-               "--path", ROOT / "tests/programs/fake_peer")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "patches.json").read_text())["results"]["openfold S5"]
-    assert len(rows) == 6 and rows["patched"]["errors"] == rows["as it is"]["errors"]
-    assert all(row["median_ms"] > 0 for row in rows.values()) and "its own forward runs" in done.stderr
+@pytest.mark.parametrize("size, trial", [pytest.param(5, ["--quick"], marks=pytest.mark.slow),
+                                         pytest.param(64, [], marks=pytest.mark.gpu)])
+def test_patched_blocks(size, trial, tmp_path):
+    """Boltz' own; on a CPU, where the block's own code runs in both."""
+    import measure_patches
+    sizes = ["--sizes", str(size), "--steps", "1"]
+    with sources.project("boltz-2.2.1").loaded(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert measure_patches.main([*trial, *sizes, "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "patches.json").read_text())["results"][f"boltz S{size}"]
+    assert len(rows) == (6 if trial else 8)
+    assert (rows["patched"]["errors"] == rows["as it is"]["errors"]) == bool(trial)
+    assert all(row["median_ms"] > 0 for row in rows.values())
 
 
 def test_patched_layers_that_are_wrong_or_absent():
