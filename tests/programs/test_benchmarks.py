@@ -32,12 +32,9 @@ def run(program, *flags, **environment):
 def test_what_is_timed_computes_the_same(operation):
     """In the interpreter, in float32; the compiler's ways are left out."""
     import measure_kernels
-    torch.manual_seed(0)
-    make_tensors, implementations = measure_kernels.OPERATIONS[operation]
-    tensors, functions = make_tensors(8, torch.randn), implementations()
+    functions, tensors = measure_kernels.OPERATIONS[operation](torch.float32, 8)
     tensors.append(torch.randn_like(functions["plain"](*tensors)))
-    exact = measure_kernels.step(functions["plain"], [
-        t.double() if t.is_floating_point() else t for t in tensors])
+    exact = measure_kernels.step(functions["plain"], [t.double() for t in tensors])
     for name in functions.keys() - {"compiled"}:
         found = measure_kernels.errors(measure_kernels.step(functions[name], tensors), exact)
         assert all(error < 1e-4 for error in found), (name, found)
@@ -155,12 +152,13 @@ def test_patched_blocks(size, trial, tmp_path):
     """Boltz' own; on a CPU, where the block's own code runs in both."""
     import measure_patches
     sizes = ["--sizes", str(size), "--steps", "1"]
-    with sources.project("boltz-2.2.1").loaded(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with sources.project("boltz-2.2.1").loaded(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         assert measure_patches.main([*trial, *sizes, "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "patches.json").read_text())["results"][f"boltz S{size}"]
     assert len(rows) == (6 if trial else 8)
     assert (rows["patched"]["errors"] == rows["as it is"]["errors"]) == bool(trial)
+    assert any("its own forward runs" in str(each.message) for each in said) == bool(trial)
     assert all(row["median_ms"] > 0 for row in rows.values())
 
 
