@@ -8,13 +8,15 @@ again by its ordinary fused path and differentiates that: exact for every parame
 forward pass and with the memory of activation checkpointing. The comparison times forward passes and training
 steps at four shapes, beside a CUDA graph and torch.compile, which save kernel launches as well.
 """
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from evoformer_kernels.limits import HAS_TRITON
 from evoformer_kernels.precision import product_dtype
-from fusion_lab.measuring.bench import contest, contest_table, failed
+from fusion_lab.measuring.bench import contest, contest_table, failed, only_a_graph
+from fusion_lab.measuring.counters import OpCounter, gpu_kernels
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.directory import RunDirectory
 from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError
@@ -102,12 +104,22 @@ class Forward:
         return loss
 
 
+def launches(trainer, batch):
+    """Findings: kernels of a step on a GPU, replayed graphs' among them; operations on a CPU."""
+    found, step = only_a_graph(trainer, batch), partial(trainer.step, batch)
+    if batch["ids"].is_cuda:
+        return replace(found, launches=len(gpu_kernels(step)))
+    with OpCounter() as counter:
+        step()
+    return replace(found, launches=counter.launches)
+
+
 def rows_of(make, program, settings, device):
     """Rows of make(program, settings, device) under the switches of each way, with tokens/s and launches."""
     batch = program.data(settings).check_batch()
     made = {name: partial(make, program, settings.having(**switches), device)
             for name, switches in WAYS.items()}
-    rows = contest(made, "", batch, device, ROUNDS)
+    rows = contest(made, "", batch, device, ROUNDS, launches)
     for row in (row for row in rows if "median" in row):
         row["tokens_per_second"] = batch["ids"].numel() / row["median"]
     return rows

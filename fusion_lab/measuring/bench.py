@@ -5,14 +5,11 @@ import gc
 import itertools
 import re
 import time
-from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
-from fusion_lab.measuring.counters import OpCounter, gpu_kernels
 from fusion_lab.measuring.probe import Findings, begin_peak, peak_megabytes
 from fusion_lab.measuring.tables import markdown
 from fusion_lab.measuring.variants import BASELINE, at_work, with_fusion
@@ -162,11 +159,10 @@ def by_turns(calls, device, rounds, repeats=5):
 # --- Contests of what is no variant -------------------------------------------------------------------------
 
 
-def contest(made, only, batch, device, rounds):
-    """Rows {name, loss (of the first step), peak_mb, launches, p20, median, p80 (s)} of those of made, {name:
-    what makes a trainer}, whose names the regular expression finds; of one that cannot run {name, reason}.
-    UserError if it finds none."""
-    count = partial(count_launches, device)
+def contest(made, only, batch, device, rounds, count=only_a_graph):
+    """Rows {name, loss (of the first step), peak_mb, p20, median, p80 (s)} of those of made, {name: what
+    makes a trainer}, whose names the regular expression finds, and launches where count(trainer, batch) finds
+    them; of one that cannot run {name, reason}. UserError if the expression finds none."""
     entered = [Candidate(name, make, count=count) for name, make in made.items() if re.search(only, name)]
     if not entered:
         raise UserError(f"--only {only}: no contender has such a name")
@@ -178,19 +174,11 @@ def contest(made, only, batch, device, rounds):
         rows.append(dict(name=one.name, reason=one.reason))
         if not one.reason:
             p20, median, p80 = quantiles(one.timer.seconds().sum(axis=1))
-            rows[-1] = dict(name=one.name, loss=one.first_loss, peak_mb=one.peak,
-                            launches=one.counts.launches, p20=p20, median=median, p80=p80)
+            rows[-1] = dict(name=one.name, loss=one.first_loss, peak_mb=one.peak, p20=p20, median=median,
+                            p80=p80)
+            if one.counts.launches is not None:
+                rows[-1]["launches"] = one.counts.launches
     return rows
-
-
-def count_launches(device, trainer, batch):
-    """Findings: kernels of a step on a GPU, replayed graphs' among them; operations on a CPU."""
-    found, step = only_a_graph(trainer, batch), partial(trainer.step, batch)
-    if device.type == "cuda":
-        return replace(found, launches=len(gpu_kernels(step)))
-    with OpCounter() as counter:
-        step()
-    return replace(found, launches=counter.launches)
 
 
 def ours(program, settings, device, switches):
@@ -220,11 +208,13 @@ def clipped_step(loss, model, optimizer, mark):
 
 def contest_table(title, rows):
     """Lines for the terminal."""
-    cells = [[title, "step ms (p20, p80)", "peak MB", "launches"]]
+    launches = any("launches" in row for row in rows)
+    cells = [[title, "step ms (p20, p80)", "peak MB", *["launches"] * launches]]
     for row in rows:
         times = [row["reason"]] if "reason" in row else ["{:.2f} ({:.2f}, {:.2f})".format(
             *(1e3 * row[key] for key in ("median", "p20", "p80"))),
-            "n/a" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}", str(row["launches"])]
+            "n/a" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}",
+            *[str(row.get("launches"))] * launches]
         cells.append([row["name"], *times])
     return "\n".join(markdown(cells))
 
