@@ -13,17 +13,14 @@ rotary, RMSNorm and SwiGLU. Memory is what each needs beside the others: weights
 workspaces. Writes OUT/llama.json. Exit code 1 if numbers disagree.
 """
 import contextlib
-import pathlib
 import sys
 from functools import partial
 from importlib.util import find_spec
 from unittest import mock
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from fusion_lab.training import errors
+from script import ROOT, begin, parser_of, write_result
 
-errors.begin(__name__, "torch")
+begin(__name__, "torch")
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +29,9 @@ from evoformer_kernels.limits import HAS_TRITON
 from fusion_lab.measuring.bench import clipped_step, contest, contest_table, failed, ours
 from fusion_lab.training.errors import exit_code
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import finite, write_json
-from fusion_lab.training.flags import Parser, regular_expression, whole_number
-from fusion_lab.training.machine import choose_device, process_settings, system_info
+from fusion_lab.training.files import exit_code
+from fusion_lab.training.flags import whole_number
+from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.program import load_program
 
 TOLERANCE = 1e-4  # of the loss, and of gradients relative to their largest element, in float32
@@ -115,13 +112,10 @@ def peers(program, settings, device, amp):
 
 
 def run(argv=None):
-    parser = Parser(prog="compare_llama.py", description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for llama.json")
+    parser = parser_of(__file__, __doc__, required=True, steps=20, only="contenders")
     for name, value in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=whole_number(), default=value,
                             help="(default: %(default)s)")
-    parser.add_argument("--steps", type=whole_number(), default=20, help="timed (default: %(default)s)")
-    parser.add_argument("--only", type=regular_expression, default="", help="contenders (default: all)")
     parser.add_argument("--device", default="auto", help="(default: %(default)s)")
     a = parser.parse_args(argv)
     program, device = load_program(ROOT / "companions" / "tiny_llama.py"), choose_device(a.device)
@@ -135,9 +129,7 @@ def run(argv=None):
     made = ours(program, now, device, OURS) | peers(program, now, device, amp)
     rows = contest(made, a.only, program.data(settings).batch(0), device, a.steps)
     print(contest_table("bfloat16", rows))
-    a.out.mkdir(parents=True, exist_ok=True)
-    write_json(a.out / "llama.json", finite(dict(sizes, rows=rows, disagreement=different,
-                                                 system_info=system_info(device))))
+    write_result(a.out / "llama.json", device, **sizes, rows=rows, disagreement=different)
     return int(not all(error <= TOLERANCE for error in different or ()) or bool(failed(rows, "ours")))
 
 

@@ -17,11 +17,9 @@ import types
 from functools import partial
 from unittest import mock
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from fusion_lab.training import errors
+from script import ROOT, begin, parser_of, write_result
 
-errors.begin(__name__, "torch")
+begin(__name__, "torch")
 
 import torch
 
@@ -29,9 +27,9 @@ from fusion_lab.measuring.accuracy import compare_numerics
 from fusion_lab.measuring.bench import clipped_step, contest, contest_table, failed, ours
 from fusion_lab.training.errors import UserError, exit_code
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import finite, write_json
-from fusion_lab.training.flags import Parser, regular_expression, whole_number
-from fusion_lab.training.machine import choose_device, process_settings, system_info
+from fusion_lab.training.files import UserError, exit_code
+from fusion_lab.training.flags import whole_number
+from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.program import load_program
 
 TOLERANCE = 1e-9  # of log-probabilities in float64
@@ -122,16 +120,13 @@ def peers(path, *given):
 
 
 def run(argv=None):
-    parser = Parser(prog="compare_mpnn.py", description=__doc__)
+    parser = parser_of(__file__, __doc__, required=True, steps=20, only="contenders")
     parser.add_argument("--peer", help="the authors' training/model_utils.py (default: ours alone)")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for mpnn.json")
     for name, value in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=whole_number(), default=value,
                             help="(default: %(default)s)")
-    parser.add_argument("--steps", type=whole_number(), default=20, help="timed (default: %(default)s)")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS,
                         help="(default: both)")
-    parser.add_argument("--only", type=regular_expression, default="", help="contenders (default: all)")
     parser.add_argument("--device", default="auto", help="(default: %(default)s)")
     a = parser.parse_args(argv)
     program = load_program(ROOT / "companions" / "protein_mpnn.py")
@@ -144,15 +139,13 @@ def run(argv=None):
     print(f"Against the authors' code in float64: {different if a.peer else 'no --peer'}; "
           f"3x rule: {failures or 'kept'}")
     batch, tables = program.data(settings).batch(0), {}
-    a.out.mkdir(parents=True, exist_ok=True)
     for name in a.precisions:
         amp = None if name == "float32" else torch.bfloat16
         now = settings if amp is None else settings.having(use_amp=True, amp_dtype="bfloat16")
         made = ours(program, now, device, OURS) | peers(a.peer, program, now, device, amp)
         tables[name] = contest(made, a.only, batch, device, a.steps)
         print(contest_table(name, tables[name]), flush=True)
-        write_json(a.out / "mpnn.json", finite(dict(sizes, log_probs_difference=different, tables=tables,
-                                                    system_info=system_info(device))))
+        write_result(a.out / "mpnn.json", device, **sizes, log_probs_difference=different, tables=tables)
     broken = [name for rows in tables.values() for name in failed(rows, "ours")]
     return int(not (different or 0) <= TOLERANCE or bool(failures or broken))
 

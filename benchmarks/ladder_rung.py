@@ -15,6 +15,7 @@ import torch
 from fusion_lab.measuring.accuracy import compare_numerics
 from fusion_lab.measuring.bench import only_a_graph
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.measuring.counters import gpu_times
 from fusion_lab.measuring.probe import begin_peak, peak_megabytes
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.flags import make_parser, parse
@@ -54,15 +55,10 @@ def timed(trainer, batches, steps):
 
 def kernels_of_a_step(trainer, batch):
     """How many kernels, how long they and copies run (ms), and which take most: (name, calls, ms)."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        trainer.step(batch)
-        torch.cuda.synchronize()
-    events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
-    kernels = [e for e in events if not e.key.startswith(("Memcpy", "Memset"))]
-    heaviest = sorted(events, key=lambda e: -e.self_device_time_total)[:TOP]
-    return dict(launches=sum(e.count for e in kernels),
-                gpu_busy_ms=sum(e.self_device_time_total for e in events) / 1e3,
-                top=[(e.key[:90], e.count, round(e.self_device_time_total / 1e3, 3)) for e in heaviest])
+    found = gpu_times(lambda: trainer.step(batch))
+    return dict(launches=sum(calls for name, calls, _ in found if not name.startswith(("Memcpy", "Memset"))),
+                gpu_busy_ms=sum(time for *_, time in found),
+                top=[(name[:90], calls, round(time, 3)) for name, calls, time in found[:TOP]])
 
 
 def main(steps, flags):

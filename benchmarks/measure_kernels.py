@@ -12,64 +12,39 @@ Forward and backward are one CUDA graph; all implementations of a size take turn
 float64: at most three times plain PyTorch's in the same precision, and two roundings of the largest element.
 Writes OUT/kernels.json. Exit code 1 if ours or layout fails or is not accurate.
 """
-import pathlib
 import re
 import sys
-import time
 from functools import partial
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from fusion_lab.training import errors
+from script import begin, gpu_or_trial, parser_of, write_result
 
-errors.begin(__name__)
-
-from fusion_lab.training.errors import NO_GPU, UserError, exit_code, require_packages
-from fusion_lab.training.files import finite, write_json
-
-require_packages("measure_kernels.py", "torch", "triton")
+begin(__name__, "torch", "triton")
 
 import torch
 
-from evoformer_kernels import outer_product, transition
-from evoformer_kernels.attention import function as attention_layer
-from evoformer_kernels.triangle_multiplication import function as triangle_operator
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
-from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.measuring.bench import by_turns
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.flags import Parser, regular_expression, whole_number
-from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
-from tests.kernels import references
+from fusion_lab.training.files import exit_code
+from fusion_lab.training.machine import MEGABYTE
+from tests.kernels import problems
 
 OURS, CHANNELS, HEADS = ("ours", "layout"), 128, 4
 
 
-def called(call, plain, ours):
-    """{name: function(*tensors)}, each of which is call(plain or ours, *tensors)"""
-    def of(function):
-        return lambda *tensors: call(function, *tensors)
-    return dict(plain=of(plain), compiled=of(plain), ours=of(ours))
+def usual(problem, dtype, *sizes):
+    """({implementation: function}, tensors) of a problem of the tests, of which they hold the numbers."""
+    ours, plain, tensors = problem(dtype, *sizes)
+    return dict(plain=plain, compiled=plain, ours=ours), tensors
 
 
-def layer_implementations(axis):
-    """{name: function(x (1, S, S, c), keys (1, S), head_weight, *weights and biases) -> (1, S, S, c)}"""
-    def call(function, x, keys, head_weight, *weights):
-        weights = attention_layer.Weights(*weights, head_weight)
-        return function(x, weights, HEADS, axis, key_mask=keys, onto=x)
-    return called(call, references.attention_layer, attention_layer.attention_layer)
+def sub_layer(axis, dtype, S):
+    return usual(problems.sub_layer, dtype, 1, S, S, CHANNELS, HEADS, axis, "own", True, True, None)
 
 
-def layer_tensors(size, normal):
-    c = CHANNELS
-    return [normal(1, size, size, c), present(size, normal), c ** -0.5 * normal(HEADS, c),
-            1 + 0.1 * normal(c), 0.1 * normal(c), c ** -0.5 * normal(4 * c, c), normal(c),
-            c ** -0.5 * normal(c, c), normal(c)]
-
-
-def outer_implementations():
-    """{name: function(left, right (B, N, S, h), weight (c, h*h), bias (c,), pair (B, S, S, c))}"""
-    def plain(left, right, weight, bias, pair):
-        return references.outer_first(left, right, weight, bias, 1 / left.shape[1], pair)
+def outer_product(B, N, dtype, S):
+    """Both sides (B, N, S, h), weight (c, h*h), bias (c,), pair (B, S, S, c)."""
+    functions, tensors = usual(problems.outer_first, dtype, B, N, S, 32, CHANNELS, False, 1 / N, True)
 
     def reordered(left, right, weight, bias, pair):
         h, found = left.shape[-1], []
@@ -77,69 +52,38 @@ def outer_implementations():
         for a, b in zip(left, right, strict=True):
             wide = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight).view(h * len(b), -1)
             found.append((a.permute(1, 2, 0).flatten(1) @ wide).unflatten(1, (b.shape[1], -1)))
-        return pair + (torch.stack(found) + bias) / left.shape[1]
-
-    def layout(left, right, weight, bias, pair):
-        return outer_product.outer_first(left, right, weight, bias, 1 / left.shape[1], pair)
-    return dict(plain=plain, compiled=plain, reordered=reordered, layout=layout)
-
-
-def outer_tensors(samples, rows, size, normal):
-    sides = (normal(samples, rows, size, 32) for _ in range(2))
-    return [*sides, normal(CHANNELS, 1024) / 32, normal(CHANNELS), normal(samples, size, size, CHANNELS)]
+        return pair + (torch.stack(found) + bias) / N
+    functions |= dict(reordered=reordered, layout=functions["ours"])
+    del functions["ours"]
+    return functions, tensors
 
 
-def present(size, normal):
-    """A mask of residues (1, S) that lacks the last three."""
-    mask = torch.ones(1, size, dtype=torch.bool, device=normal(1).device)
-    mask[:, size - 3:] = False
-    return mask
+def multiplication(dtype, S):
+    return usual(problems.multiplication, dtype, 1, S, CHANNELS, True, 2, True, None, True)
 
 
-def multiplication_implementations():
-    """{name: function(pair (1, S, S, c), seq_mask (1, S), *weights and biases) -> (1, S, S, c)}"""
-    def call(function, pair, seq_mask, *weights):
-        return function(pair, weights, seq_mask, onto=pair)
-    return called(call, triangle_operator.reference, triangle_operator.triangle_multiplication)
+def pair_transition(dtype, S):
+    return usual(problems.transition_layer, dtype, (1, S, S, CHANNELS), 4 * CHANNELS)
 
 
-def multiplication_tensors(size, normal):
-    c = CHANNELS
-    norms = [1 + 0.1 * normal(c), 0.1 * normal(c)]
-    return [normal(1, size, size, c), present(size, normal), *norms, c ** -0.5 * normal(4 * c, c),
-            normal(4 * c), *norms, c ** -0.5 * normal(c, c), normal(c), c ** -0.5 * normal(c, c), normal(c)]
-
-
-def transition_implementations():
-    """{name: function(x (1, S, S, c), *weights and biases) -> (1, S, S, c)}"""
-    return called(lambda function, x, *weights: function(x, *weights), references.transition_layer,
-                  transition.layer)
-
-
-def transition_tensors(size, normal):
-    c = CHANNELS
-    return [normal(1, size, size, c), 1 + 0.1 * normal(c), 0.1 * normal(c), c ** -0.5 * normal(4 * c, c),
-            normal(4 * c), (4 * c) ** -0.5 * normal(c, 4 * c), normal(c)]
-
-
-OPERATIONS = {  # name: (tensors of a size, implementations)
-    "sub-layer, starting node": (layer_tensors, partial(layer_implementations, 2)),
-    "sub-layer, ending node": (layer_tensors, partial(layer_implementations, 1)),
-    "outer product": (partial(outer_tensors, 1, 64), outer_implementations),
-    "outer product, B 4, N 16": (partial(outer_tensors, 4, 16), outer_implementations),
-    "triangle multiplication": (multiplication_tensors, multiplication_implementations),
-    "pair transition": (transition_tensors, transition_implementations),
+OPERATIONS = {  # what gives ({implementation: function}, tensors) of a dtype and S residues
+    "sub-layer, starting node": partial(sub_layer, 2),
+    "sub-layer, ending node": partial(sub_layer, 1),
+    "outer product": partial(outer_product, 1, 64),
+    "outer product, B 4, N 16": partial(outer_product, 4, 16),
+    "triangle multiplication": multiplication,
+    "pair transition": pair_transition,
 }
 COMPILED = ("compiled", "reordered", "layout")  # by torch.compile
 
 
 def step(function, tensors):
-    """[output, gradients of what is floating point] of function(*tensors but the last, the gradient)"""
+    """[output, gradients of what it depends on] of function(*tensors but the last, the output's gradient)"""
     *inputs, gradient = tensors
-    given = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    given = [t.detach().requires_grad_() for t in inputs]
     out = function(*given)
-    wanted = [t for t in given if t.is_floating_point()]
-    return [out.detach(), *torch.autograd.grad(out, wanted, gradient)]
+    found = torch.autograd.grad(out, given, gradient, allow_unused=True)
+    return [out.detach(), *(g for g in found if g is not None)]
 
 
 def errors(results, exact):
@@ -159,14 +103,10 @@ def prepared(function, tensors, device):
 
 def measure(operation, size, arguments, device):
     """Rows of all implementations of an operation at one size."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(*shape, device=device, generator=generator).to(torch.bfloat16)
-    make_tensors, implementations = OPERATIONS[operation]
-    tensors, functions = make_tensors(size, normal), implementations()
+    with torch.device(device):
+        functions, tensors = OPERATIONS[operation](torch.bfloat16, size)
     tensors.append(torch.randn_like(functions["plain"](*tensors)))
-    exact = step(functions["plain"], [t.double() if t.is_floating_point() else t for t in tensors])
+    exact = step(functions["plain"], [t.double() for t in tensors])
     own = errors(step(functions["plain"], tensors), exact)
     allowed = [ERROR_FACTOR * e + 2 * torch.finfo(torch.bfloat16).eps * truth.abs().max().item()
                for e, truth in zip(own, exact, strict=True)]
@@ -182,16 +122,12 @@ def measure(operation, size, arguments, device):
         except Exception as error:  # a row with its reason
             row["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
         rows.append(row)
-    times = {name: PhaseTimer(device) for name in graphs}
-    for _ in range(arguments.steps + 3):
-        for name, graph in graphs.items():
-            times[name].start()
-            graph.graph.replay()
-            times[name].mark()
+    replays = {name: graph.graph.replay for name, graph in graphs.items()}
+    times = by_turns(replays, device, arguments.steps, repeats=1)
     for row in rows:
-        if row["implementation"] in times:
-            measured = 1e3 * times[row["implementation"]].seconds()[3:, 0]
-            row["p20_ms"], row["median_ms"], row["p80_ms"] = quantiles(measured)
+        for key, seconds in zip(("p20_ms", "median_ms", "p80_ms"), times.get(row["implementation"], ()),
+                                strict=False):
+            row[key] = 1e3 * seconds
         print(line(row), flush=True)
     return rows
 
@@ -205,17 +141,9 @@ def line(row):
 
 
 def main(argv=None):
-    parser = Parser(prog="measure_kernels.py", description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, help="directory for kernels.json (default: none)")
-    parser.add_argument("--only", default="", type=regular_expression,
-                        help="regular expression over operations")
-    parser.add_argument("--sizes", nargs="+", type=whole_number(), default=[64, 128, 256, 384, 512],
-                        help="residues (default: %(default)s)")
-    parser.add_argument("--steps", type=whole_number(), default=30, help="timed (default: %(default)s)")
+    parser = parser_of(__file__, __doc__, sizes=[64, 128, 256, 384, 512], steps=30, only="operations")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        raise UserError("needs a GPU", code=NO_GPU)
-    device, rows = choose_device("cuda"), []
+    device, rows = gpu_or_trial(), []
     names = [name for name in OPERATIONS if re.search(arguments.only, name)]
     if not names:
         parser.error(f"no operation is left by --only {arguments.only!r}")
@@ -223,9 +151,7 @@ def main(argv=None):
         for size in arguments.sizes:
             rows += measure(name, size, arguments, device)
             if arguments.out:
-                write_json(arguments.out / "kernels.json", finite(dict(
-                    command=" ".join(["python benchmarks/measure_kernels.py", *sys.argv[1:]]),
-                    date=time.strftime("%F"), rows=rows, system_info=system_info(device))))
+                write_result(arguments.out / "kernels.json", device, rows=rows)
     return int(not all(row.get("accurate") for row in rows if row["implementation"] in OURS))
 
 

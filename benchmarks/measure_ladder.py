@@ -21,20 +21,12 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from fusion_lab.training import errors
+from script import ROOT, begin, gpu_or_trial, parser_of, write_result
 
-errors.begin(__name__, "torch")
+begin(__name__, "torch")
 
-import torch
-
-from fusion_lab.training.errors import NO_GPU, OUT_OF_MEMORY, UserError, exit_code
-from fusion_lab.training.files import finite, read_json, write_json
-from fusion_lab.training.flags import Parser, regular_expression, whole_number
-from fusion_lab.training.machine import choose_device, system_info
+from fusion_lab.training.files import OUT_OF_MEMORY, UserError, exit_code, read_json
 
 SHAPES = {
     "B4 S64 N16": "--batch-size 4 --seq-len 64 --num-seqs 16",
@@ -170,33 +162,25 @@ def commit(root):
 
 
 def main(argv=None):
-    parser = Parser(prog="measure_ladder.py", description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, help="directory for the results (default: none)")
-    parser.add_argument("--only", default="", type=regular_expression,
-                        help="regular expression over 'shape | rung' (default: all)")
-    parser.add_argument("--steps", type=whole_number(), default=30, help="timed (default: %(default)s)")
+    parser = parser_of(__file__, __doc__, steps=30, only="'shape | rung'",
+                       quick="a tiny shape, to try the script on a CPU")
     parser.add_argument("--root", metavar="DIR", nargs="+", default=[],
                         help="checkouts of this project to measure (default: this one)")
-    parser.add_argument("--quick", action="store_true", help="a tiny shape, to try the script on a CPU")
     arguments = parser.parse_args(argv)
-    if not (arguments.quick or torch.cuda.is_available()):
-        raise UserError("needs a GPU; --quick tries the script on a CPU", code=NO_GPU)
+    device = gpu_or_trial(arguments.quick)
     roots = {f" ({text})": checkout(text) for text in arguments.root} or {"": ROOT}
     shapes = [rungs_of(shape, arguments.only, roots) for shape in (["tiny"] if arguments.quick else SHAPES)]
     if not any(shapes):
         parser.error(f"no rung is left by --only {arguments.only!r}")
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
         path = next(path for number in itertools.count()
                     if not (path := arguments.out / f"ladder{number or ''}.json").exists())
-    about = dict(command=sys.argv, commits={str(root): commit(root) for root in roots.values()},
-                 system_info=system_info(choose_device("auto")), date=time.strftime("%F"))
-    rows = []
+    rows, commits = [], {str(root): commit(root) for root in roots.values()}
     for rungs in shapes:
         for row in measured(rungs, arguments.steps):
             rows.append(row)
             if arguments.out:
-                write_json(path, finite(dict(about, rows=rows)))
+                write_result(path, device, commits=commits, rows=rows)
     if len(roots) > 1:
         print("\n".join(compared(rows, list(roots))))
     return int(not all(row.get("accurate") for row in rows))

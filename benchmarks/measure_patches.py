@@ -15,23 +15,23 @@ times that of the blocks as they are or our kernels did not run, 3 where no proj
 (--quick tries the script on a CPU, where all ways run the blocks' own code).
 """
 import copy
+import importlib
 import inspect
 import os
-import pathlib
 import sys
 import time
 import warnings
+from functools import partial
 from importlib.util import find_spec
 from statistics import median
+from typing import NamedTuple
 
 for operation in ("TRIATTN", "TRIMUL"):  # or cuEquivariance runs short sequences in plain torch, unsaid
     os.environ.setdefault(f"CUEQ_{operation}_FALLBACK_THRESHOLD", "0")
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from fusion_lab.training import errors
+from script import begin, gpu_or_trial, parser_of, write_result
 
-errors.begin(__name__, "torch")
+begin(__name__, "torch")
 
 import torch
 from torch import nn
@@ -39,10 +39,10 @@ from torch.utils.checkpoint import checkpoint
 
 from evoformer_kernels import patch
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
-from fusion_lab.training.errors import MISSING, NO_GPU, UserError, exit_code
-from fusion_lab.training.files import finite, write_json
-from fusion_lab.training.flags import Parser, whole_number
-from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
+from fusion_lab.measuring.counters import gpu_times
+from fusion_lab.training.files import MISSING, UserError, exit_code
+from fusion_lab.training.flags import whole_number
+from fusion_lab.training.machine import MEGABYTE
 
 ROWS = 64  # of OpenFold's alignment
 PLAIN, PEER, OURS, GRAPHS = "as it is", "cuEquivariance", "patched", "patched, graphs"
@@ -52,104 +52,68 @@ WAYS = {f"{kind}{', checkpointed' * again}": (kind, again)
         if not (again and kind in COMPILED)}
 
 
-class Boltz(nn.Module):
-    """Boltz-2's pairformer layer."""
-    by_peer = False  # whether it calls cuEquivariance
+class Block(NamedTuple):
+    """A project's block. tensors and masks: {argument: which of SHAPES}, and the tensors' channels."""
+    module: str
+    name: str
+    sizes: dict
+    tensors: dict
+    masks: dict
+    batch: tuple = (1,)  # dimensions before those of SHAPES
 
-    def __init__(self, narrow):
+
+SHAPES = dict(single=lambda present: present, pair=lambda present: present[:, None] * present,
+              rows=lambda present: present.expand(ROWS, -1))  # from which residues are present: a mask
+MODELS = dict(
+    boltz=Block("boltz.model.layers.pairformer", "PairformerLayer", dict(
+        token_s=384, token_z=128, num_heads=16, dropout=0.0, v2=True, pairwise_head_width=32),
+        dict(s=("single", 384), z=("pair", 128)), dict(mask="single", pair_mask="pair")),
+    openfold3=Block("openfold3.core.model.latent.pairformer", "PairFormerBlock", dict(
+        c_s=384, c_z=128, c_hidden_pair_bias=24, no_heads_pair_bias=16, c_hidden_mul=128,
+        c_hidden_pair_att=32, no_heads_pair=4, transition_n=4, transition_type="swiglu", pair_dropout=0.0,
+        fuse_projection_weights=False, inf=1e9),
+        dict(s=("single", 384), z=("pair", 128)), dict(single_mask="single", pair_mask="pair")),
+    protenix=Block("protenix.model.modules.pairformer", "PairformerBlock", dict(  # as in templates and MSA
+        c_s=0, c_z=128, c_hidden_mul=128, num_intermediate_factor=4, c_hidden_pair_att=32, no_heads_pair=4,
+        dropout=0.0), dict(z=("pair", 128)), dict(pair_mask="pair"), batch=()),
+    openfold=Block("openfold.model.evoformer", "EvoformerBlock", dict(
+        c_m=256, c_z=128, c_hidden_msa_att=32, c_hidden_opm=32, c_hidden_mul=128, c_hidden_pair_att=32,
+        no_heads_msa=8, no_heads_pair=4, transition_n=4, msa_dropout=0.0, pair_dropout=0.0,
+        no_column_attention=False, opm_first=False, fuse_projection_weights=False, inf=1e9, eps=1e-3),
+        dict(m=("rows", 256), z=("pair", 128)), dict(msa_mask="rows", pair_mask="pair")))
+
+
+class Layer(nn.Module):
+    """A project's block, called alike: by its tensors in their order and by which residues are present."""
+    by_peer = False  # whether Boltz-2's calls cuEquivariance
+
+    def __init__(self, name):
         super().__init__()
-        from boltz.model.layers.pairformer import PairformerLayer
-        self.single, self.pair = (16, 16) if narrow else (384, 128)
-        self.layer = PairformerLayer(self.single, self.pair, self.single // 24 or 2, dropout=0.0, v2=True,
-                                     pairwise_head_width=self.pair // 4)
+        self.name, self.block = name, MODELS[name]
+        kind = getattr(importlib.import_module(self.block.module), self.block.name)
+        known = inspect.signature(kind.__init__).parameters  # releases of OpenFold differ
+        self.layer = kind(**{key: value for key, value in self.block.sizes.items() if key in known})
 
-    def inputs(self, present):
-        """[(tensor's shape, its mask)]"""
-        S = len(present)
-        return [((1, S, self.single), present[None]), ((1, S, S, self.pair), pairs(present))]
+    def mask(self, kind, present):
+        there = SHAPES[kind](present)
+        return there.expand(*self.block.batch, *there.shape)
 
-    def forward(self, s, z, present):
-        return self.layer(s, z, present[None], pairs(present), use_kernels=self.by_peer)
-
-
-class OpenFold(nn.Module):
-    """OpenFold's Evoformer block."""
-
-    def __init__(self, narrow):
-        super().__init__()
-        from openfold.model.evoformer import EvoformerBlock
-        sizes = dict(c_m=256, c_z=128, c_hidden_msa_att=32, c_hidden_opm=32, c_hidden_mul=128,
-                     c_hidden_pair_att=32, no_heads_msa=8, no_heads_pair=4, transition_n=4)
-        if narrow:
-            sizes |= dict(c_m=16, c_z=16, c_hidden_mul=16, c_hidden_pair_att=8, no_heads_pair=2)
-        sizes |= dict(msa_dropout=0.0, pair_dropout=0.0, no_column_attention=False, opm_first=False,
-                      fuse_projection_weights=False, inf=1e9, eps=1e-3)
-        known = inspect.signature(EvoformerBlock.__init__).parameters
-        self.layer = EvoformerBlock(**{name: value for name, value in sizes.items() if name in known})
-        self.c_m, self.c_z = sizes["c_m"], sizes["c_z"]
-
-    def inputs(self, present):
-        """[(tensor's shape, its mask)]"""
-        S = len(present)
-        return [((1, ROWS, S, self.c_m), self.rows(present)), ((1, S, S, self.c_z), pairs(present))]
-
-    def rows(self, present):
-        return present.expand(1, ROWS, -1)
-
-    def forward(self, m, z, present):
-        return self.layer(m, z, msa_mask=self.rows(present), pair_mask=pairs(present))
-
-
-class OpenFold3(nn.Module):
-    """OpenFold3's pairformer block."""
-
-    def __init__(self, narrow):
-        super().__init__()
-        from openfold3.core.model.latent.pairformer import PairFormerBlock
-        self.single, self.pair = (16, 16) if narrow else (384, 128)
-        self.layer = PairFormerBlock(
-            c_s=self.single, c_z=self.pair, c_hidden_pair_bias=self.single // 16, no_heads_pair_bias=16,
-            c_hidden_mul=self.pair, c_hidden_pair_att=self.pair // 4, no_heads_pair=4, transition_n=4,
-            transition_type="swiglu", pair_dropout=0.0, fuse_projection_weights=False, inf=1e9)
-
-    inputs = Boltz.inputs
-
-    def forward(self, s, z, present):
-        return self.layer(s, z, single_mask=present[None], pair_mask=pairs(present))
-
-
-class Protenix(nn.Module):
-    """Protenix' pairformer block without the single representation, as in its templates and MSA."""
-
-    def __init__(self, narrow):
-        super().__init__()
-        from protenix.model.modules.pairformer import PairformerBlock
-        self.pair = 16 if narrow else 128
-        self.layer = PairformerBlock(c_s=0, c_z=self.pair, c_hidden_mul=self.pair, num_intermediate_factor=4,
-                                     c_hidden_pair_att=self.pair // 4, no_heads_pair=4, dropout=0.0)
-
-    def inputs(self, present):
-        """[(tensor's shape, its mask)]"""
-        S = len(present)
-        return [((S, S, self.pair), pairs(present)[0])]
-
-    def forward(self, z, present):
-        return self.layer(None, z, pair_mask=pairs(present)[0])[1:]
-
-
-MODELS = dict(boltz=Boltz, openfold3=OpenFold3, protenix=Protenix, openfold=OpenFold)
-
-
-def pairs(present):
-    return (present[:, None] * present)[None]
+    def forward(self, *inputs):
+        *x, present = inputs
+        given = dict(zip(self.block.tensors, x, strict=True))
+        given |= {name: self.mask(kind, present) for name, kind in self.block.masks.items()}
+        given |= dict(s=None) if self.name == "protenix" else {}
+        given |= dict(use_kernels=self.by_peer) if self.name == "boltz" else {}
+        outs = self.layer(**given)
+        return [out for out in outs if out is not None]
 
 
 class Stack(nn.Module):
     """So many blocks behind each other; again: each with activation checkpointing."""
 
-    def __init__(self, name, narrow, blocks):
+    def __init__(self, name, blocks):
         super().__init__()
-        self.blocks, self.again = nn.ModuleList(MODELS[name](narrow) for _ in range(blocks)), False
+        self.blocks, self.again = nn.ModuleList(Layer(name) for _ in range(blocks)), False
 
     def forward(self, *inputs):
         *x, present = inputs
@@ -161,19 +125,21 @@ class Stack(nn.Module):
 class Problem:
     """A model with inputs, a mask, and gradients of its outputs that are 0 where outputs are undefined."""
 
-    def __init__(self, name, S, device, narrow, blocks):
+    def __init__(self, name, S, device, blocks):
         torch.manual_seed(1)
-        self.model, self.device = Stack(name, narrow, blocks), device
+        self.model, self.device = Stack(name, blocks), device
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)  # many begin with zeros
         self.model.to(device).train()
         self.present = torch.ones(S, device=device)
         self.present[S - max(1, S // 9):] = 0
-        shapes = self.model.blocks[0].inputs(self.present)
-        self.inputs = [torch.randn(shape, device=device).requires_grad_() for shape, _ in shapes]
-        self.keeps = [mask[..., None] for _, mask in shapes]
-        self.weights = [torch.randn(shape, device=device) * mask[..., None] for shape, mask in shapes]
+        first, self.inputs, self.keeps = self.model.blocks[0], [], []
+        for kind, channels in first.block.tensors.values():
+            self.keeps.append(first.mask(kind, self.present)[..., None])
+            shape = *self.keeps[-1].shape[:-1], channels
+            self.inputs.append(torch.randn(shape, device=device).requires_grad_())
+        self.weights = [torch.randn_like(x) * keep for x, keep in zip(self.inputs, self.keeps, strict=True)]
 
     def step(self, again=False, autocast=True):
         for tensor in (*self.inputs, *self.model.parameters()):
@@ -240,19 +206,10 @@ def seconds(problem, again):
     return time.perf_counter() - start
 
 
-def gpu_seconds(problem, again):
-    """Sum over the kernels of a step."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA],
-                                acc_events=True) as profiler:
-        problem.step(again)
-        torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6
-
-
 def compare(name, S, device, arguments):
     """{way: row} of one model and size."""
-    problem, on_gpu = Problem(name, S, device, arguments.quick, arguments.blocks), device.type == "cuda"
-    peer = on_gpu and hasattr(problem.model.blocks[0], "by_peer") and find_spec("cuequivariance_torch")
+    problem, on_gpu = Problem(name, S, device, arguments.blocks), device.type == "cuda"
+    peer = on_gpu and name == "boltz" and find_spec("cuequivariance_torch")
     ways = {way: how for way, how in WAYS.items() if (peer or how[0] != PEER)
             and (arguments.compiled or how[0] not in COMPILED)}
     exact, rows, times = problem.results(autocast=False), {way: {} for way in ways}, {way: [] for way in ways}
@@ -266,7 +223,7 @@ def compare(name, S, device, arguments):
                         problem.step(again)
                     rows[way]["errors"] = errors(problem.results(again=again), exact)
                     if on_gpu:
-                        rows[way]["gpu_ms"] = 1e3 * gpu_seconds(problem, again)
+                        rows[way]["gpu_ms"] = sum(ms for *_, ms in gpu_times(partial(problem.step, again)))
                         torch.cuda.reset_peak_memory_stats()
                         problem.step(again)
                         rows[way]["peak_mb"] = torch.cuda.max_memory_allocated() / MEGABYTE
@@ -296,28 +253,22 @@ def show(name, S, rows):
 def importable(name):
     """"" or why the model cannot be built."""
     try:
-        MODELS[name](narrow=True)
+        Layer(name)
     except ImportError as error:
         return f"{name} cannot be imported ({error})"
     return ""
 
 
 def main(argv=None):
-    parser = Parser(prog="measure_patches.py", description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, help="directory for patches.json (default: none)")
+    parser = parser_of(__file__, __doc__, sizes=[128, 256, 384, 512], steps=10,
+                       quick="on a CPU: to try the script")
     parser.add_argument("--path", nargs="+", default=[], help="directories in which the projects lie")
-    parser.add_argument("--sizes", nargs="+", type=whole_number(), default=[128, 256, 384, 512],
-                        help="residues (default: %(default)s)")
     parser.add_argument("--blocks", type=whole_number(), default=1,
                         help="behind each other (default: %(default)s)")
     parser.add_argument("--compiled", action="store_true", help="torch.compile, too, which takes minutes")
-    parser.add_argument("--steps", type=whole_number(), default=10, help="timed (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="narrow, on a CPU: to try the script")
     arguments = parser.parse_args(argv)
     sys.path += arguments.path
-    if not (arguments.quick or torch.cuda.is_available()):
-        raise UserError("needs a GPU; --quick tries the script on a CPU", code=NO_GPU)
-    device = choose_device("cpu" if arguments.quick else "cuda")
+    device = gpu_or_trial(arguments.quick)
     absent = {name: reason for name in MODELS if (reason := importable(name))}
     if len(absent) == len(MODELS):
         raise UserError(f"{'; '.join(absent.values())}: install one or name its directory by --path",
@@ -335,10 +286,7 @@ def main(argv=None):
             show(name, S, rows)
             wrong += [f"{name} S{S}, {text}" for text in broken(rows)]
             if arguments.out:
-                command = " ".join(["python benchmarks/measure_patches.py", *sys.argv[1:]])
-                write_json(arguments.out / "patches.json", finite(dict(
-                    command=command, results=results, date=time.strftime("%F"),
-                    system_info=system_info(device))))
+                write_result(arguments.out / "patches.json", device, results=results)
     for text in wrong:
         print(text)
     return int(bool(wrong))

@@ -8,26 +8,18 @@ Training runs on one GPU and, by torchrun, on several. At A, B and C every GPU h
 "split" divides the batch of one, 8 samples or as many as can be divided, among all. Writes OUT/ranks.json and
 prints the gains in samples/s. Exit code 1 if a run failed, 4 without a GPU.
 """
-import os
-import pathlib
 import re
 import sys
-import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-from fusion_lab.training import errors
+from script import begin, gpu_or_trial, parser_of, write_result
 
-errors.begin(__name__, "torch")
+begin(__name__, "torch")
 
-import torch
 from measure_ladder import ULTRA, summary_of
 
 from fusion_lab.measuring.tables import markdown
-from fusion_lab.training.errors import NO_GPU, UserError, exit_code
-from fusion_lab.training.files import write_json
-from fusion_lab.training.flags import Parser, regular_expression, whole_number
-from fusion_lab.training.machine import choose_device, system_info
+from fusion_lab.training.files import UserError, exit_code
+from fusion_lab.training.flags import whole_number
 
 SIZES = {  # name: (samples, flags)
     "A": (4, "--seq-len 64 --num-seqs 16"),
@@ -84,26 +76,19 @@ def line(row):
 
 
 def main(argv=None):
-    parser = Parser(prog="measure_ranks.py", description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for ranks.json")
+    parser = parser_of(__file__, __doc__, required=True, only="A, B, C and split",
+                       quick="tiny sizes, to try the script on a CPU")
     parser.add_argument("--gpus", type=whole_number(2), default=2, help="of this host (default: %(default)s)")
     parser.add_argument("--steps", type=whole_number(3), default=30, help="timed (default: %(default)s)")
-    parser.add_argument("--only", default="", type=regular_expression,
-                        help="regular expression over A, B, C and split (default: all)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the script on a CPU")
     asked = parser.parse_args(argv)
-    if not (asked.quick or torch.cuda.is_available()):
-        raise UserError("needs a GPU; --quick tries the script on a CPU", code=NO_GPU)
-    os.makedirs(asked.out, exist_ok=True)
-    rows, result = [], dict(command=sys.argv, date=time.strftime("%F"),
-                            system_info=system_info(choose_device("cpu" if asked.quick else "auto")))
+    device, rows = gpu_or_trial(asked.quick), []
     runs = [run for run in runs_of(asked.gpus, asked.quick) if re.search(asked.only, run[0])]
     if not runs:
         parser.error(f"nothing is left by --only {asked.only!r}")
     for run in runs:
         rows.append(trained(*run, asked.steps))
         print(line(rows[-1]), flush=True)
-        write_json(asked.out / "ranks.json", dict(result, rows=rows))
+        write_result(asked.out / "ranks.json", device, rows=rows)
     print("\n".join(markdown(gains(rows))))
     return int(any("failed" in row for row in rows))
 

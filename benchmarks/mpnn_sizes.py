@@ -9,28 +9,24 @@ instead of 3+3, 128 and 48. Each is trained for the same steps, in batches of 8,
 out; the study's own figures are of models without training. Then forward passes of 1 and of 8 proteins of 106
 residues take turns, on a GPU also in a CUDA graph. Writes OUT/mpnn_sizes.json.
 """
-import pathlib
 import sys
 from functools import partial
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from fusion_lab.training import errors
+from script import ROOT, begin, parser_of, write_result
 
-errors.begin(__name__, "torch")
+begin(__name__, "torch")
 
 import torch
 
-from companions.fusion_patterns import by_turns
-from fusion_lab.measuring.bench import NEVER
+from fusion_lab.measuring.bench import NEVER, by_turns
 from fusion_lab.measuring.tables import markdown
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.directory import Directory
 from fusion_lab.training.errors import exit_code
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import finite, write_json
-from fusion_lab.training.flags import Parser, whole_number
-from fusion_lab.training.machine import choose_device, process_settings, system_info
+from fusion_lab.training.files import claim, exit_code
+from fusion_lab.training.flags import whole_number
+from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.program import load_program
 
 SIZES = {"baseline": dict(num_layers=3, hidden_dim=128, neighbors=48),
@@ -59,8 +55,7 @@ def calls_of(program, settings, trainer, device):
 
 
 def run(argv):
-    parser = Parser(prog="mpnn_sizes.py", description=__doc__)
-    parser.add_argument("--out", required=True, metavar="OUT", help="directory for the result")
+    parser = parser_of(__file__, __doc__, required=True)
     parser.add_argument("--data", metavar="DIR", help="structures (default: built-in backbones)")
     parser.add_argument("--device", default="auto", help="as for the trainer (default: auto)")
     parser.add_argument("--num-steps", type=whole_number(), default=400, metavar="N",
@@ -70,7 +65,7 @@ def run(argv):
     parser.add_argument("--rounds", type=whole_number(2), default=30, metavar="N", help="(default: 30)")
     options = parser.parse_args(argv)
     program, device = load_program(ROOT / "companions" / "protein_mpnn.py"), choose_device(options.device)
-    Directory(options.out, named=True, flag="--out").claim()
+    claim(str(options.out), named=True, flag="--out")
     calls, found = {}, {}
     for name, sizes in SIZES.items():
         settings = program.settings(**sizes, **TRAINING, seq_len=options.seq_len, data=options.data)
@@ -91,9 +86,9 @@ def run(argv):
         cells.append([row["name"], str(row["batch_size"]), row["how"], times, f"{row['speedup']:.2f}x",
                       f"{row['recovery']:.3f}"])
     print("\n".join(markdown(cells)))
-    path = pathlib.Path(options.out) / "mpnn_sizes.json"
-    write_json(path, finite(dict(rows=rows, sizes=SIZES, num_steps=options.num_steps, seq_len=options.seq_len,
-                                 data=options.data, system_info=system_info(device))))
+    path = options.out / "mpnn_sizes.json"
+    write_result(path, device, rows=rows, sizes=SIZES, num_steps=options.num_steps, seq_len=options.seq_len,
+                 data=options.data)
     print(f"Written: {path}")
     return 0
 

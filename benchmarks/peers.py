@@ -18,7 +18,6 @@ Writes OUT/peers.json after each size. Exit code 1 if ours fails or is beyond th
 errors, 4 without a GPU.
 """
 import os
-import pathlib
 import re
 import sys
 import time
@@ -27,20 +26,18 @@ from statistics import median
 os.environ.setdefault("CUEQ_TRIATTN_FALLBACK_THRESHOLD", "0")  # or short sequences run plain torch instead,
 os.environ.setdefault("CUEQ_TRIMUL_FALLBACK_THRESHOLD", "0")  # and say nothing
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from fusion_lab.training import errors
+from script import begin, gpu_or_trial, parser_of, write_result
 
-errors.begin(__name__, "torch")
+begin(__name__, "torch")
 
 import torch
 
 from benchmarks.peers_cases import PEERS, problem
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
-from fusion_lab.training.errors import NO_GPU, UserError, exit_code
-from fusion_lab.training.files import finite, write_json
-from fusion_lab.training.flags import Parser, regular_expression, whole_number
-from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
+from fusion_lab.measuring.counters import gpu_times
+from fusion_lab.training.files import UserError, exit_code
+from fusion_lab.training.flags import whole_number
+from fusion_lab.training.machine import MEGABYTE
 from tiny_openfold.layers.attention_choice import prepare_flex_attention
 
 OPERATIONS = ("attention", "multiplication")
@@ -105,12 +102,7 @@ class Run:
 
     def kernels(self):
         """[(name, milliseconds)] of both(), the longest first."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA],
-                                    acc_events=True) as profiler:
-            self.both()
-            self.synchronize()
-        events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
-        return [(event.key[:120], round(event.self_device_time_total / 1e3, 4)) for event in events]
+        return [(name[:120], round(time, 4)) for name, _, time in gpu_times(self.both)]
 
 
 def relative(found, exact):
@@ -196,34 +188,25 @@ def line(row):
 
 
 def parsed(argv):
-    parser = Parser(prog="peers.py", description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, help="directory for results (default: none)")
+    parser = parser_of(
+        __file__, __doc__, sizes=[128, 256, 384, 512, 768], only='"attention ours" and the like',
+        quick="float32 on a CPU, to try the script; ours with TRITON_INTERPRET=1, set before")
     parser.add_argument("--path", nargs="+", default=[], help="directories in which peers lie")
-    parser.add_argument("--sizes", nargs="+", type=whole_number(), default=[128, 256, 384, 512, 768],
-                        help="residues (default: %(default)s)")
-    parser.add_argument("--only", default="", type=regular_expression,
-                        help='regular expression over "attention ours" and the like (default: all)')
     parser.add_argument("--repeats", type=whole_number(), default=10, help="(default: %(default)s)")
-    parser.add_argument("--quick", action="store_true",
-                        help="float32 on a CPU, to try the script; ours with TRITON_INTERPRET=1, set before")
     return parser.parse_args(argv)
 
 
 def main(argv=None):
     arguments = parsed(argv)
-    if not (arguments.quick or torch.cuda.is_available()):
-        raise UserError("needs a GPU; --quick tries the script on a CPU", code=NO_GPU)
+    device = gpu_or_trial(arguments.quick)
     sys.path += arguments.path
-    device = choose_device("cpu" if arguments.quick else "cuda")
     prepare_flex_attention(device)
     rows = []
     for size in arguments.sizes:
         for operation in OPERATIONS:
             rows += compare(operation, size, arguments, device)
         if arguments.out:
-            write_json(arguments.out / "peers.json", finite(dict(
-                command=" ".join(["python benchmarks/peers.py", *sys.argv[1:]]), rows=rows,
-                date=time.strftime("%F"), system_info=system_info(device))))
+            write_result(arguments.out / "peers.json", device, rows=rows)
     if not rows:
         raise UserError(f"nothing is left by --only {arguments.only!r}")
     return int(any("failed" in row or not row.get("accurate", True) for row in rows if row["peer"] == JUDGED))

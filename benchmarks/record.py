@@ -10,7 +10,6 @@ the time of all steps. Writes OUT/record.json. Exit code 1 if a rule is broken, 
 forbid, 4 if "step" has no GPU (--quick tries a tiny size on a CPU).
 """
 import os
-import pathlib
 import shlex
 import subprocess
 import sys
@@ -18,19 +17,16 @@ import time
 from dataclasses import replace
 from statistics import fmean, median
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-from fusion_lab.training import errors
+from script import ROOT, begin, gpu_or_trial, parser_of, write_result
 
-errors.begin(__name__, "torch")
+begin(__name__, "torch")
 
 import torch
 from measure_ladder import SHAPES, TINY, ULTRA, checkout, compared, measured, summary_of
 
 from fusion_lab.measuring.accuracy import compare_numerics
-from fusion_lab.training.errors import NO_GPU, UserError, exit_code
-from fusion_lab.training.files import finite, write_json
-from fusion_lab.training.flags import Parser, make_parser, parse
+from fusion_lab.training.files import UserError, exit_code
+from fusion_lab.training.flags import make_parser, parse
 from fusion_lab.training.machine import choose_device, system_info
 from tiny_openfold.proteins.coevolution import mean_field_dca
 from tiny_openfold.proteins.contacts import contact_precision
@@ -107,12 +103,11 @@ def learn(asked, settings):
 
 
 def main(argv=None):
-    parser = Parser(prog="record.py", description=__doc__, usage="%(prog)s [options] {step,learn} -- FLAGS")
+    parser = parser_of(__file__, __doc__, required=True, quick="step: a tiny size, to try it on a CPU")
+    parser.usage = "%(prog)s [options] {step,learn} -- FLAGS"
     parser.add_argument("track", choices=("step", "learn"))
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for record.json")
     parser.add_argument("--record", type=checkout, help="step: checkout of the record, timed with the"
                         f" flags {ULTRA} (default: none)")
-    parser.add_argument("--quick", action="store_true", help="step: a tiny size, to try the script on a CPU")
     parser.add_argument("--data", type=os.path.abspath, help="learn: directory of families of RECORDS.md")
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
@@ -121,16 +116,15 @@ def main(argv=None):
     settings = parse(make_parser(PROGRAM), PROGRAM, asked.flags)[1]
     if asked.track == "learn" and not asked.data:
         parser.error("learn needs --data")
-    if asked.track == "step" and not (asked.quick or torch.cuda.is_available()):
-        raise UserError("needs a GPU; --quick tries the script on a CPU", code=NO_GPU)
-    system = system_info(choose_device(settings.training.device))
+    if asked.track == "step":
+        gpu_or_trial(asked.quick)
+    device = choose_device(settings.training.device)
     cells, figures, broken = (step if asked.track == "step" else learn)(asked, settings)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    write_json(asked.out / "record.json", finite(dict(
-        command=sys.argv, date=time.strftime("%F"), system_info=system, broken=broken, rows=figures)))
+    write_result(asked.out / "record.json", device, broken=broken, rows=figures)
     if broken:
         print("Refused:", *broken, sep="\n")
         return 1
+    system = system_info(device)
     changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, check=False).returncode == 1
     commit = (system["git_commit"] or "no commit")[:7] + ", changed" * changed
     print("", time.strftime("%F"), f"`{shlex.join(asked.flags)}`", commit,

@@ -10,6 +10,7 @@ neighbours; and, all (B, L): S, mask, residue_idx, chain, decoding_order, target
 import hashlib
 import math
 import os
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,13 +56,19 @@ def nearest(X, mask, k):
     return distance.topk(min(k, X.shape[1]), largest=False).indices
 
 
+class Chains(NamedTuple):
+    """Chains padded to one width."""
+    tokens: np.ndarray   # (B, L)
+    atoms: np.ndarray    # (B, L, 4, 3) in Å
+    places: np.ndarray   # (B, L), along the chain
+    present: np.ndarray  # (B, L), whether there is a residue
+
+
 def padded(chains, width):
-    """Chains of at most `width` residues, (tokens, atoms, places), as batch_of wants them: all of this width,
-    which residues are present, and their places along the chain."""
-    grown = [[np.concatenate([part, np.zeros((width - len(part), *part.shape[1:]), part.dtype)])
-              for part in chain] for chain in chains]
-    present = np.arange(width) < np.array([[len(chain[0])] for chain in chains])
-    return [chain[:2] for chain in grown], present, np.stack([chain[2] for chain in grown])
+    """Chains of at most `width` residues, each (tokens, atoms, places), as Chains."""
+    parts = [np.stack([np.pad(x, [(0, width - len(x)), *[(0, 0)] * (x.ndim - 1)]) for x in part])
+             for part in zip(*chains, strict=True)]
+    return Chains(*parts, np.arange(width) < np.array([[len(tokens)] for tokens, *_ in chains]))
 
 
 def bucket(length, longest):
@@ -69,14 +76,13 @@ def bucket(length, longest):
     return min(max(SHORTEST_BUCKET, 1 << (length - 1).bit_length()), longest)
 
 
-def batch_of(rng, backbones, neighbors, present=None, places=None, chain=False):
-    """A batch of backbones of one length, to be decoded in a random order. present (B, L): which residues are
-    there, default all; missing ones come last in the order. places (B, L): along the chain."""
-    tokens, atoms = (np.stack(part) for part in zip(*backbones, strict=True))
-    present = np.ones(tokens.shape, bool) if present is None else present
+def batch_of(rng, chains, neighbors, second=False):
+    """A batch of Chains, to be decoded in a random order, in which missing residues come last. second (L,):
+    which residues are of a second chain."""
+    tokens, atoms, places, present = chains
     arrays = dict(X=np.where(present[:, :, None, None], atoms, 0), S=tokens * present,
-                  mask=present.astype(np.float32), chain=(present & chain).astype(np.int64),
-                  residue_idx=(np.arange(tokens.shape[1]) if places is None else places) * present,
+                  mask=present.astype(np.float32), chain=(present & second).astype(np.int64),
+                  residue_idx=places * present,
                   decoding_order=(rng.random(tokens.shape) + ~present).argsort(axis=1),
                   targets=np.where((tokens < UNKNOWN) & present, tokens, -1))
     batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -130,15 +136,13 @@ class Backbones(Data):
             numbers = of_block[place * count:(place + 1) * count]
             width = bucket(max(map(self.seen_length, numbers)), self.longest)
         rng = np.random.default_rng((self.training.seed, step, 1))
-        backbones, present, places = padded(self.seen(numbers), width)
-        return batch_of(rng, backbones, self.config.neighbors, present, places)
+        return batch_of(rng, padded(self.seen(numbers), width), self.config.neighbors)
 
     def evaluation(self):
         """Batches of one protein that is held out."""
-        for each in self.unseen():
-            backbones, present, places = padded([each], self.longest)
-            yield batch_of(np.random.default_rng((self.training.seed, 3)), backbones, self.config.neighbors,
-                           present, places)
+        for chain in self.unseen():
+            rng = np.random.default_rng((self.training.seed, 3))
+            yield batch_of(rng, padded([chain], self.longest), self.config.neighbors)
 
     def constant(self):
         """(the commonest residue of other proteins, its share of the residues held out)"""
@@ -148,13 +152,12 @@ class Backbones(Data):
 
     def check_batch(self):
         """Backbones in two chains, the last one with padding, each with an unknown residue."""
-        length, count = self.longest, self.training.batch_size
-        backbones, present, places = padded(self.seen(range(count)), length)
-        for tokens, _ in backbones:
-            tokens[1] = UNKNOWN
-        present[-1, length - length // 4:] = False
-        return batch_of(np.random.default_rng(0), backbones, self.config.neighbors, present, places,
-                        chain=np.arange(length) >= length // 2)
+        length = self.longest
+        chains = padded(self.seen(range(self.training.batch_size)), length)
+        chains.tokens[:, 1] = UNKNOWN
+        chains.present[-1, length - length // 4:] = False
+        return batch_of(np.random.default_rng(0), chains, self.config.neighbors,
+                        second=np.arange(length) >= length // 2)
 
     def evaluate(self, trainer, stop):
         """Each residue held out is predicted from the backbone and the native residues before it in a random

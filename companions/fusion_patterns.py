@@ -37,7 +37,7 @@ from companions.kernels import EPS
 from evoformer_kernels.limits import HAS_TRITON
 from evoformer_kernels.precision import at_least_float32
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
-from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.measuring.bench import by_turns
 from fusion_lab.measuring.flops import Traffic
 from fusion_lab.measuring.roofline import copy_ceiling
 from fusion_lab.measuring.tables import cell, markdown
@@ -223,20 +223,6 @@ def faults(ways, tensors, dtype):
             if not (now - truth).abs().max() <= allowed:
                 found[name] = f"wrong: result {number} is off by {(now - truth).abs().max():.1e}"
     return found
-
-
-def by_turns(calls, device, rounds):
-    """{name: (p20, median, p80) in s} of calls, {name: function}; each round begins with another one."""
-    names, repeats = list(calls), 5 if device.type == "cuda" else 1
-    timers = {name: PhaseTimer(device) for name in names}
-    for number in range(rounds + 2):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            timers[name].start()
-            for _ in range(repeats):
-                calls[name]()
-            timers[name].mark()
-    return {name: quantiles(timer.seconds()[2:, 0] / repeats) for name, timer in timers.items()}
 
 
 def measure(name, device, rounds, compiled):

@@ -8,18 +8,18 @@ again by its ordinary fused path and differentiates that: exact for every parame
 forward pass and with the memory of activation checkpointing. The comparison times forward passes and training
 steps at four shapes, beside a CUDA graph and torch.compile, which save kernel launches as well.
 """
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from evoformer_kernels.limits import HAS_TRITON
 from evoformer_kernels.precision import product_dtype
-from fusion_lab.measuring.bench import contest, contest_table, failed
+from fusion_lab.measuring.bench import contest, contest_table, failed, only_a_graph
 from fusion_lab.measuring.counters import OpCounter, gpu_kernels
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.directory import RunDirectory
-from fusion_lab.training.errors import FAILED, MISSING, NO_GPU, UserError
-from fusion_lab.training.feeding import to_device
+from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
 
@@ -104,34 +104,25 @@ class Forward:
         return loss
 
 
-def rows_of(make, program, settings, device):
-    """Rows of make(program, settings, device) under the switches of each way, with tokens/s and launches."""
-    trainers, batch = {}, program.data(settings).check_batch()
-
-    def keep(name, switches):
-        trainers[name] = make(program, settings.having(**switches), device)
-        return trainers[name]
-    made = {name: partial(keep, name, switches) for name, switches in WAYS.items()}
-    rows = contest(made, "", batch, device, ROUNDS)
-    for row in (row for row in rows if "median" in row):
-        row["tokens_per_second"] = batch["ids"].numel() / row["median"]
-        row["launches"] = launches(partial(trainers[row["name"]].step, to_device(batch, device)), device)
-    return rows
-
-
-def launches(step, device):
-    """Kernels of a step on a GPU, replayed graphs' among them; operations on a CPU."""
-    if device.type == "cuda":
-        return len(gpu_kernels(step))
+def launches(trainer, batch):
+    """Findings: kernels of a step on a GPU, replayed graphs' among them; operations on a CPU."""
+    found, step = only_a_graph(trainer, batch), partial(trainer.step, batch)
+    if batch["ids"].is_cuda:
+        return replace(found, launches=len(gpu_kernels(step)))
     with OpCounter() as counter:
         step()
-    return counter.launches
+    return replace(found, launches=counter.launches)
 
 
-def beside(rows):
-    """Launches and tokens/s of each way, below the table of times."""
-    return [f"  {row['name']}: {row['launches']} launches, {row['tokens_per_second']:,.0f} tokens/s"
-            for row in rows if "median" in row]
+def rows_of(make, program, settings, device):
+    """Rows of make(program, settings, device) under the switches of each way, with tokens/s and launches."""
+    batch = program.data(settings).check_batch()
+    made = {name: partial(make, program, settings.having(**switches), device)
+            for name, switches in WAYS.items()}
+    rows = contest(made, "", batch, device, ROUNDS, launches)
+    for row in (row for row in rows if "median" in row):
+        row["tokens_per_second"] = batch["ids"].numel() / row["median"]
+    return rows
 
 
 def over_all(shapes, part):
@@ -173,7 +164,9 @@ def compare_ultra(program, settings):
         for part, make in (("forward", Forward), ("training step", program.trainer)):
             rows = rows_of(make, program, chosen, device)
             shapes[-1][part] = dict(rows=rows, verdict=verdict(rows))
-            print(contest_table(f"B {batch_size}, S {length}, {part}", rows), *beside(rows),
+            speeds = [f"  {row['name']}: {row['tokens_per_second']:,.0f} tokens/s" for row in rows
+                      if "median" in row]
+            print(contest_table(f"B {batch_size}, S {length}, {part}", rows), *speeds,
                   f"Verdict: {verdict(rows)}\n", sep="\n", flush=True)
             torch.cuda.empty_cache()
     overall = {part: over_all(shapes, part) for part in ("forward", "training step")}

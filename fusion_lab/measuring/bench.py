@@ -144,15 +144,29 @@ def alternate(candidates, supply, rounds, request, note=lambda text: None):
             note(f"{counted(number + 1, 'round')} done, {time_left(left)}")
 
 
-# --- Contests with other projects' code
-# -------------------------------------------------------------------------
+def by_turns(calls, device, rounds, repeats=5):
+    """{name: (p20, median, p80) in s} of calls, {name: function}; each round begins with another one. On a
+    GPU so many calls are timed together."""
+    names, repeats = list(calls), repeats if device.type == "cuda" else 1
+    timers = {name: PhaseTimer(device) for name in names}
+    for number in range(rounds + 2):
+        first = number % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            timers[name].start()
+            for _ in range(repeats):
+                calls[name]()
+            timers[name].mark()
+    return {name: quantiles(timer.seconds()[2:, 0] / repeats) for name, timer in timers.items()}
 
 
-def contest(made, only, batch, device, rounds):
-    """Rows {name, loss (of the first step), peak_mb, p20, median, p80 (s)} of the contenders in made, {name:
-    function that makes a trainer}, whose names match the regular expression `only`; {name, reason} of one
-    that cannot run. UserError if no name matches."""
-    entered = [Candidate(name, make) for name, make in made.items() if re.search(only, name)]
+# --- Contests of what is no variant -------------------------------------------------------------------------
+
+
+def contest(made, only, batch, device, rounds, count=only_a_graph):
+    """Rows {name, loss (of the first step), peak_mb, p20, median, p80 (s)} of those of made, {name: what
+    makes a trainer}, whose names the regular expression finds, and launches where count(trainer, batch) finds
+    them; of one that cannot run {name, reason}. UserError if the expression finds none."""
+    entered = [Candidate(name, make, count=count) for name, make in made.items() if re.search(only, name)]
     if not entered:
         raise UserError(f"--only {only}: no contender has such a name")
     batch = to_device(batch, device)
@@ -165,6 +179,8 @@ def contest(made, only, batch, device, rounds):
             p20, median, p80 = quantiles(one.timer.seconds().sum(axis=1))
             rows[-1] = dict(name=one.name, loss=one.first_loss, peak_mb=one.peak, p20=p20, median=median,
                             p80=p80)
+            if one.counts.launches is not None:
+                rows[-1]["launches"] = one.counts.launches
     return rows
 
 
@@ -195,11 +211,13 @@ def clipped_step(loss, model, optimizer, mark):
 
 def contest_table(title, rows):
     """Lines for the terminal."""
-    cells = [[title, "step ms (p20, p80)", "peak MB"]]
+    launches = any("launches" in row for row in rows)
+    cells = [[title, "step ms (p20, p80)", "peak MB", *["launches"] * launches]]
     for row in rows:
         times = [row["reason"]] if "reason" in row else ["{:.2f} ({:.2f}, {:.2f})".format(
             *(1e3 * row[key] for key in ("median", "p20", "p80"))),
-            "n/a" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}"]
+            "n/a" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}",
+            *[str(row.get("launches"))] * launches]
         cells.append([row["name"], *times])
     return "\n".join(markdown(cells))
 

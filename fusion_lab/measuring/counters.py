@@ -80,6 +80,17 @@ def saved_activations(model, named_modules, compute_loss):
     return sizes
 
 
+def gpu_times(run):
+    """[(name, calls, ms)] of all that run() runs on the GPU, copies and fills too, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA],
+                                acc_events=True) as profiler:  # else 2.11 warns
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.key_averages() if event.self_device_time_total > 0]
+    return sorted(((event.key, event.count, event.self_device_time_total / 1e3) for event in events),
+                  key=lambda found: -found[2])
+
+
 def gpu_kernels(run):
     """Names of the GPU kernels that run() launches, copies, fills and annotations excluded."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

@@ -1,11 +1,8 @@
 """The laboratory of fusion patterns: what it counts and judges, by hand; kernels for GPUs not here."""
-import json
-
 import pytest
 import torch
 
 import companions.fusion_patterns as lab
-from tests.support import run_program
 
 CPU = torch.device("cpu")
 TARGETS = ("sm_90", "gfx90a", "gfx942", "gfx950")
@@ -88,18 +85,6 @@ def test_kernels_compile_without_spills(target):
     found = lab.rung(65536, 4, target, CPU)
     assert found["forward"]["spills"] and found["backward"]["spills"]  # this row does not fit
     assert 0 < found["forward"]["occupancy"] <= 1 and "%" in lab.ladder_line(found)
-
-
-@pytest.mark.slow
-def test_the_laboratory_runs(tmp_path):
-    flags = ["--patterns", "topk", "add_rms", "--rounds", 2, "--no-compile", "--device", "cpu"]
-    done = run_program("companions/fusion_patterns.py", *flags, "--profile-dir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "fusion_patterns.json").read_text())
-    assert [p["name"] for p in found["patterns"]] == ["topk", "add_rms"] and found["ladder"] == []
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert said["verdicts"]["topk"] == ["NONE", "NONE"]  # no library has it
-    assert said["summary_file"].endswith("fusion_patterns.json")
 
 
 @pytest.mark.parametrize("flags", [["--patterns"], ["--patterns", "nothing"], ["--ladder", "nothing"]])

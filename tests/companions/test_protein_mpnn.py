@@ -163,7 +163,8 @@ def test_a_batch_by_hand():
     """Graph and order leave padding last; what is unknown or not there is not asked for."""
     tokens, atoms = backbones.backbone(0, 0, 7)
     tokens[2], present = 20, np.arange(7) < np.array([[5], [5], [7]])
-    batch = backbones.batch_of(np.random.default_rng(0), [(tokens, atoms)] * 3, 4, present)
+    chains = backbones.padded([(tokens, atoms, np.arange(7))] * 3, 7)._replace(present=present)
+    batch = backbones.batch_of(np.random.default_rng(0), chains, 4)
     assert batch["targets"][0].tolist() == [*tokens[:2], -1, *tokens[3:5], -1, -1]
     assert batch["mask"].sum(1).tolist() == [5, 5, 7] and not batch["X"][:2, 5:].any()
     assert (batch["decoding_order"][:2, 5:].sort(1).values == torch.tensor([5, 6])).all()

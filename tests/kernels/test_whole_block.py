@@ -9,18 +9,13 @@ from evoformer_kernels import limits
 from fusion_lab.measuring import accuracy
 from tests.kernels.rule import violations
 
-pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
+pytestmark = [pytest.mark.interpreted, pytest.mark.slow, pytest.mark.usefixtures("on_gpu")]
 
 CONFIG = tof.TinyOpenFoldConfig(msa_dim=16, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=4,
                                 dropout=0.2)
 KERNELS = {name: True for name in tof.FusionConfig.names() if name.startswith("enable_triton_")}
 PACKINGS = dict(none=dict(enable_qkv_fusion_msa=False, enable_qkv_fusion_triangle=False),
                 qkv={}, gate=dict(enable_projection_fusion=True))
-
-
-@pytest.fixture(autouse=True)
-def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(limits, "runs", lambda x: True)
 
 
 def run(block):

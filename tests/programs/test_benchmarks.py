@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 import types
+import warnings
 
 import pytest
 import torch
 
 from fusion_lab.measuring import bench, clocks
-from fusion_lab.training import errors
+from fusion_lab.training import files
+from tests.kernels.clients import sources
 from tests.support import ROOT, require_shared
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -30,12 +32,9 @@ def run(program, *flags, **environment):
 def test_what_is_timed_computes_the_same(operation):
     """In the interpreter, in float32; the compiler's ways are left out."""
     import measure_kernels
-    torch.manual_seed(0)
-    make_tensors, implementations = measure_kernels.OPERATIONS[operation]
-    tensors, functions = make_tensors(8, torch.randn), implementations()
+    functions, tensors = measure_kernels.OPERATIONS[operation](torch.float32, 8)
     tensors.append(torch.randn_like(functions["plain"](*tensors)))
-    exact = measure_kernels.step(functions["plain"], [
-        t.double() if t.is_floating_point() else t for t in tensors])
+    exact = measure_kernels.step(functions["plain"], [t.double() for t in tensors])
     for name in functions.keys() - {"compiled"}:
         found = measure_kernels.errors(measure_kernels.step(functions[name], tensors), exact)
         assert all(error < 1e-4 for error in found), (name, found)
@@ -147,15 +146,20 @@ def test_rungs_for_which_memory_was_short_begin_again_alone(monkeypatch):
         (1, 1, False), (2, 4, False), (9, 5, True)]
 
 
-@pytest.mark.slow
-def test_patched_layers(tmp_path):
-    """Of a stand-in, on a CPU, where the layer's own code runs in both."""
-    done = run("measure_patches.py", "--quick", "--sizes", 5, "--steps", 1, "--out", tmp_path,
-               "--path", ROOT / "tests/programs/fake_peer")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "patches.json").read_text())["results"]["openfold S5"]
-    assert len(rows) == 6 and rows["patched"]["errors"] == rows["as it is"]["errors"]
-    assert all(row["median_ms"] > 0 for row in rows.values()) and "its own forward runs" in done.stderr
+@pytest.mark.parametrize("size, trial", [pytest.param(5, ["--quick"], marks=pytest.mark.slow),
+                                         pytest.param(64, [], marks=pytest.mark.gpu)])
+def test_patched_blocks(size, trial, tmp_path):
+    """Boltz' own; on a CPU, where the block's own code runs in both."""
+    import measure_patches
+    sizes = ["--sizes", str(size), "--steps", "1"]
+    with sources.project("boltz-2.2.1").loaded(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert measure_patches.main([*trial, *sizes, "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "patches.json").read_text())["results"][f"boltz S{size}"]
+    assert len(rows) == (6 if trial else 8)
+    assert (rows["patched"]["errors"] == rows["as it is"]["errors"]) == bool(trial)
+    assert any("its own forward runs" in str(each.message) for each in said) == bool(trial)
+    assert all(row["median_ms"] > 0 for row in rows.values())
 
 
 def test_patched_layers_that_are_wrong_or_absent():

@@ -23,7 +23,7 @@ from fusion_lab.training import flags, hints
 from fusion_lab.training.machine import ROOM
 from fusion_lab.training.program import load_program
 from tests.second_program import PROGRAM as SECOND
-from tests.support import ROOT, code_of, last_json, require_shared
+from tests.support import ROOT, code_of, last_json, require_shared, run_program
 
 LLAMA, MPNN = (load_program(ROOT / "companions" / f"{name}.py") for name in ("tiny_llama", "protein_mpnn"))
 
@@ -179,10 +179,13 @@ def test_rows_7_and_8_bucketing_and_real_backbones(words, said, tmp_path, capsys
 
 def test_rows_9_and_19_patterns_of_the_article(tmp_path):
     names = ["conv", "relu", "silu", "causal"]
-    assert fusion_patterns.run(["--patterns", *names, "--rounds", "2", "--no-compile", "--device", "cpu",
-                                "--profile-dir", str(tmp_path / "f")]) == 0
-    found = json.loads((tmp_path / "f" / "fusion_patterns.json").read_text())
-    assert [p["name"] for p in found["patterns"]] == names
+    done = run_program("companions/fusion_patterns.py", "--patterns", *names, "--rounds", 2, "--no-compile",
+                       "--device", "cpu", "--profile-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found, said = map(json.loads, ((tmp_path / "fusion_patterns.json").read_text(),
+                                   done.stdout.splitlines()[-1]))
+    assert [p["name"] for p in found["patterns"]] == names and found["ladder"] == said["wrong"] == []
+    assert said["verdicts"]["causal"] == ["NONE", "NONE"]  # no library has it
     assert all(way["forward"] for way in found["patterns"][0]["ways"])  # plain and folded
 
 

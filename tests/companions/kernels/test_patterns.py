@@ -2,76 +2,40 @@
 import pytest
 import torch
 
-from companions import fusion_patterns as plain
+from companions import fusion_patterns as lab
 from companions.kernels import patterns
-from tests.kernels.rule import in_dtypes, violations
+from tests.kernels.rule import in_dtypes
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 
-def linear(M, N, K, activation):
-    return (lambda *t: patterns.linear(*t, activation), plain.PATTERNS[activation].plain,
-            [(M, K), (N, K), (N,)])
-
-
-def norm(rows, width, biased):
-    return (lambda *t: torch.cat(patterns.add_norm(*t)), lambda *t: torch.cat(plain.plain_add_norm(*t)),
-            [(rows, width)] * 2 + [(width,)] * (1 + biased))
-
-
-def wide(rows, width):
-    return patterns.wide_layer_norm, plain.plain_norm, [(rows, width), (width,), (width,)]
-
-
-def topk(rows, width, k):
-    """The k largest are far apart, the largest of them last, since bfloat16 has many equal numbers."""
-    apart = torch.zeros(width)
-    apart[width - 1 - 7 * torch.arange(k)] = 6.0 + torch.arange(k, 0, -1)
-    return (lambda x: patterns.softmax_topk(x + apart.to(x), k)[0],
-            lambda x: (x + apart.to(x)).softmax(-1).topk(k).values, [(rows, width)])
-
-
-def scores(heads, L, D):
-    mask = torch.ones(heads, L)
-    mask[-1, L // 2:] = 0
-    return (lambda q, k: patterns.masked_softmax(q, k, mask),
-            lambda q, k: plain.plain_masked_softmax(q, k, mask), [(heads, L, D)] * 2)
-
-
-def causal(heads, L, D):
-    return patterns.masked_softmax, plain.plain_causal_softmax, [(heads, L, D)] * 2
-
-
-CASES = {
-    "linear": (linear, 70, 80, 40, "gelu"), "ReLU": (linear, 20, 70, 40, "relu"),
-    "SiLU": (linear, 20, 70, 40, "silu"), "causal": (causal, 2, 70, 16),
-    "residual and LayerNorm": (norm, 5, 100, True), "residual and RMSNorm": (norm, 3, 64, False),
-    "LayerNorm, a tile and a bit": (wide, 3, 1030), "LayerNorm, narrow": (wide, 20, 1),
-    "softmax and top-k": (topk, 3, 1100, 5), "the only entry": (topk, 2, 1, 1),
-    "scores": (scores, 2, 40, 16),
+CASES = {  # a pattern and its sizes
+    "linear": ("gelu", 70, 80, 40), "ReLU": ("relu", 20, 70, 40), "SiLU": ("silu", 20, 70, 40),
+    "causal": ("causal", 2, 70, 16), "scores": ("scores", 2, 40, 16),
+    "residual and LayerNorm": ("add_norm", 5, 100), "residual and RMSNorm": ("add_rms", 3, 64),
+    "LayerNorm, a tile and a bit": ("wide", 3, 1030), "LayerNorm, narrow": ("wide", 20, 1),
+    "softmax and top-k": ("topk", 3, 1100),
 }
 
 
 @pytest.mark.parametrize("case, dtype", in_dtypes(CASES))
 def test_results_and_gradients(case, dtype):
-    torch.manual_seed(0)
-    make, *sizes = CASES[case]
-    ours, plain_way, shapes = make(*sizes)
-    tensors = [torch.randn(size).to(dtype) for size in shapes]
-    if make is norm:
-        assert not violations(ours, plain_way, tensors)
-    else:  # a forward pass alone
-        ways = dict(plain=plain_way, ours=ours)
-        assert not plain.faults(ways, [t.requires_grad_() for t in tensors], dtype)
+    """Gradients of residual + norm, which alone has a backward pass."""
+    name, *sizes = CASES[case]
+    pattern = lab.PATTERNS[name]
+    tensors = lab.tensors_of(pattern, sizes, dtype, torch.device("cpu"))
+    assert not lab.faults(dict(plain=pattern.plain, ours=pattern.ours), tensors, dtype)
+    assert lab.outputs(pattern.ours, tensors)[0].requires_grad == name.startswith("add")
 
 
 def test_the_chosen_entries_are_torchs():
     torch.manual_seed(0)
     x = torch.randn(2, 1500)
-    x[1, ::7] = -float("inf")
+    x[1, 1::7] = -float("inf")
     values, indices = patterns.softmax_topk(x, 64)
     expected = x.softmax(-1).topk(64)
     assert torch.equal(indices, expected.indices) and torch.allclose(values, expected.values, rtol=1e-5)
+    assert patterns.softmax_topk(x[:, :1], 1)[0].eq(1).all()  # the only entry
 
 
 def test_ties_go_to_the_earlier_and_nan_is_everywhere():

@@ -64,15 +64,3 @@ def test_a_model_of_ultra_fused_blocks_trains_every_parameter():
     assert fused == pytest.approx(losses, rel=1e-5)
     trainer.model.enable_ultra_mode(False)
     assert not any(block.ultra for block in trainer.model.model.layers)
-
-
-def test_the_comparison_of_a_shape():
-    settings = PROGRAM.settings(**SMALL, intermediate_size=64, num_layers=1, seq_len=8, batch_size=1,
-                                device="cpu")
-    ways = {name: ultra.WAYS[name] for name in (ultra.ULTRA, ultra.EAGER)}
-    with mock.patch.object(llama, "runs", lambda x: True), mock.patch.multiple(ultra, WAYS=ways, ROUNDS=2):
-        for make in (ultra.Forward, PROGRAM.trainer):
-            rows = ultra.rows_of(make, PROGRAM, settings, torch.device("cpu"))
-            assert [row["name"] for row in rows] == [*ways]
-            assert all(0 < row["median"] for row in rows) and ultra.verdict(rows)
-            assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)

@@ -169,3 +169,8 @@ def errors(found, truth):
         return (x.double() - y.double()).norm().item() / max(y.norm().item(), least)
     assert found.keys() == truth.keys()
     return {name: error(found[name], truth[name]) for name in truth}
+
+
+def wrong(found, truth, allowed):
+    """The errors that are larger than this."""
+    return {name: error for name, error in errors(found, truth).items() if not error <= allowed}

@@ -5,9 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from evoformer_kernels import limits
 from tests.kernels.clients import sources
-from tests.kernels.clients.blocks import BLOCKS, KERNELS, Problem, errors
+from tests.kernels.clients.blocks import BLOCKS, KERNELS, Problem, errors, wrong
 
 EVERY = [(where, kind) for where, name in sources.PROJECTS.items() for kind in BLOCKS[name]]
 CALLING = [(where, kind) for where, kind in EVERY if sources.PROJECTS[where] in KERNELS]
@@ -15,20 +14,10 @@ SIZES = (17, 33, 64)
 LEAST = 2 ** -9  # half a rounding error of bfloat16, for what a project itself computes in float32
 
 
-def wrong(found, truth, allowed):
-    return {name: error for name, error in errors(found, truth).items() if not error <= allowed}
-
-
 @pytest.fixture
 def double(monkeypatch):
     """Projects compute in float64 also where they cast to float32."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
-@pytest.fixture
-def on_gpu(monkeypatch):
-    """As if tensors lay on a GPU."""
-    monkeypatch.setattr(limits, "runs", lambda x: True)
 
 
 def called(problem):

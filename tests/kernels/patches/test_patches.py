@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from evoformer_kernels import limits
 from evoformer_kernels.attention import function as attention
 from evoformer_kernels.patches import patch, projects, triangle
 from tests.kernels.clients import sources
@@ -41,12 +40,6 @@ CALLS = {  # how a block calls it
     "plainly": lambda layer, x, mask: layer(x, mask=mask).mul_(1),  # in place, as OpenFold's dropout
     "with a checkpoint": lambda layer, x, mask: checkpoint(layer, x, mask, use_reentrant=False),
 }
-
-
-@pytest.fixture
-def on_gpu(monkeypatch):
-    """As if tensors lay on a GPU."""
-    monkeypatch.setattr(limits, "runs", lambda x: True)
 
 
 def layer_of(name, dtype=torch.float32):

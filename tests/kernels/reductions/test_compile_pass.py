@@ -9,7 +9,6 @@ from torch._inductor import lowering
 from torch.utils.checkpoint import checkpoint
 
 import tiny_openfold_v2 as tof
-from evoformer_kernels import limits
 from evoformer_kernels.common import NAMESPACE
 from evoformer_kernels.reductions import compile_pass, sums
 from fusion_lab.measuring import accuracy
@@ -148,9 +147,8 @@ def test_which_sums_are_gathered(monkeypatch):
 
 
 @pytest.fixture
-def block(monkeypatch):
+def block(on_gpu):
     """A function that makes a block with all kernels, the same each time."""
-    monkeypatch.setattr(limits, "runs", lambda x: True)
     config = tof.TinyOpenFoldConfig(msa_dim=16, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=8)
 
     def make(**switches):

@@ -7,6 +7,7 @@ from evoformer_kernels import family
 from evoformer_kernels.triangle_multiplication import drop_in
 from tests.kernels.problems import multiplication_from_python as problem
 from tests.kernels.rule import equal, gradients, packed_anew, violations
+from tests.programs.fake_peer.cuequivariance_torch import triangle_multiplicative_update as by_hand
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 update = drop_in.triangle_multiplicative_update
@@ -39,19 +40,6 @@ def test_saved_tensors_may_come_back_contiguous():
     with packed_anew():
         found = gradients(ours, tensors)
     assert equal(found, gradients(ours, tensors))
-
-
-def by_hand(x, direction, mask, norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias,
-            norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias):
-    """The definition, element by element of the sum."""
-    y = torch.nn.functional.layer_norm(x, x.shape[-1:], norm_in_weight, norm_in_bias)
-    sides = (y @ p_in_weight.T + p_in_bias) * (y @ g_in_weight.T + g_in_bias).sigmoid() * mask[..., None]
-    left, right = sides.chunk(2, dim=-1)
-    if direction == "incoming":
-        left, right = left.transpose(1, 2), right.transpose(1, 2)
-    product = sum(left[:, :, None, k] * right[:, None, :, k] for k in range(x.shape[1]))
-    product = torch.nn.functional.layer_norm(product, product.shape[-1:], norm_out_weight, norm_out_bias)
-    return (product @ p_out_weight.T + p_out_bias) * (y @ g_out_weight.T + g_out_bias).sigmoid()
 
 
 def drawn(d=16):
