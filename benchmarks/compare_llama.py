@@ -29,7 +29,6 @@ from evoformer_kernels.limits import HAS_TRITON
 from fusion_lab.measuring.bench import clipped_step, contest, contest_table, failed, ours
 from fusion_lab.training.errors import exit_code
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import exit_code
 from fusion_lab.training.flags import whole_number
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.program import load_program

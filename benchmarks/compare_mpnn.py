@@ -27,7 +27,6 @@ from fusion_lab.measuring.accuracy import compare_numerics
 from fusion_lab.measuring.bench import clipped_step, contest, contest_table, failed, ours
 from fusion_lab.training.errors import UserError, exit_code
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, exit_code
 from fusion_lab.training.flags import whole_number
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.program import load_program

@@ -25,7 +25,7 @@ import torch
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.bench import by_turns
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.files import exit_code
+from fusion_lab.training.errors import exit_code
 from fusion_lab.training.machine import MEGABYTE
 from tests.kernels import problems
 

@@ -26,7 +26,8 @@ from script import ROOT, begin, gpu_or_trial, parser_of, write_result
 
 begin(__name__, "torch")
 
-from fusion_lab.training.files import OUT_OF_MEMORY, UserError, exit_code, read_json
+from fusion_lab.training.errors import OUT_OF_MEMORY, UserError, exit_code
+from fusion_lab.training.files import read_json
 
 SHAPES = {
     "B4 S64 N16": "--batch-size 4 --seq-len 64 --num-seqs 16",

@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from evoformer_kernels import patch
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.counters import gpu_times
-from fusion_lab.training.files import MISSING, UserError, exit_code
+from fusion_lab.training.errors import MISSING, UserError, exit_code
 from fusion_lab.training.flags import whole_number
 from fusion_lab.training.machine import MEGABYTE
 

@@ -18,7 +18,7 @@ begin(__name__, "torch")
 from measure_ladder import ULTRA, summary_of
 
 from fusion_lab.measuring.tables import markdown
-from fusion_lab.training.files import UserError, exit_code
+from fusion_lab.training.errors import UserError, exit_code
 from fusion_lab.training.flags import whole_number
 
 SIZES = {  # name: (samples, flags)

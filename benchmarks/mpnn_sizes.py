@@ -24,7 +24,6 @@ from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.directory import Directory
 from fusion_lab.training.errors import exit_code
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import claim, exit_code
 from fusion_lab.training.flags import whole_number
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.program import load_program
@@ -65,7 +64,7 @@ def run(argv):
     parser.add_argument("--rounds", type=whole_number(2), default=30, metavar="N", help="(default: 30)")
     options = parser.parse_args(argv)
     program, device = load_program(ROOT / "companions" / "protein_mpnn.py"), choose_device(options.device)
-    claim(str(options.out), named=True, flag="--out")
+    Directory(str(options.out), named=True, flag="--out").claim()
     calls, found = {}, {}
     for name, sizes in SIZES.items():
         settings = program.settings(**sizes, **TRAINING, seq_len=options.seq_len, data=options.data)

@@ -35,7 +35,7 @@ import torch
 from benchmarks.peers_cases import PEERS, problem
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.counters import gpu_times
-from fusion_lab.training.files import UserError, exit_code
+from fusion_lab.training.errors import UserError, exit_code
 from fusion_lab.training.flags import whole_number
 from fusion_lab.training.machine import MEGABYTE
 from tiny_openfold.layers.attention_choice import prepare_flex_attention

@@ -25,7 +25,7 @@ import torch
 from measure_ladder import SHAPES, TINY, ULTRA, checkout, compared, measured, summary_of
 
 from fusion_lab.measuring.accuracy import compare_numerics
-from fusion_lab.training.files import UserError, exit_code
+from fusion_lab.training.errors import UserError, exit_code
 from fusion_lab.training.flags import make_parser, parse
 from fusion_lab.training.machine import choose_device, system_info
 from tiny_openfold.proteins.coevolution import mean_field_dca

@@ -10,8 +10,8 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from fusion_lab.training.files import NO_GPU, UserError, finite, write_json
-from fusion_lab.training.files import quiet as begin
+from fusion_lab.training.errors import NO_GPU, UserError, begin
+from fusion_lab.training.files import finite, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 
 __all__ = ["ROOT", "begin", "gpu_or_trial", "parser_of", "write_result"]

@@ -19,7 +19,7 @@ from fusion_lab.measuring.bench import contest, contest_table, failed, only_a_gr
 from fusion_lab.measuring.counters import OpCounter, gpu_kernels
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.directory import RunDirectory
-from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError
+from fusion_lab.training.errors import FAILED, MISSING, NO_GPU, UserError
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
 
@@ -105,7 +105,7 @@ class Forward:
 
 
 def launches(trainer, batch):
-    """Findings: kernels of a step on a GPU, replayed graphs' among them; operations on a CPU."""
+    """Counts: kernels of a step on a GPU, replayed graphs' among them; operations on a CPU."""
     found, step = only_a_graph(trainer, batch), partial(trainer.step, batch)
     if batch["ids"].is_cuda:
         return replace(found, launches=len(gpu_kernels(step)))

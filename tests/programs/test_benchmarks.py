@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fusion_lab.measuring import bench, clocks
-from fusion_lab.training import files
+from fusion_lab.training import errors
 from tests.kernels.clients import sources
 from tests.support import ROOT, require_shared
 
