@@ -28,6 +28,8 @@ from tiny_openfold.proteins import (
     structure_metrics,
 )
 
+LINE = dict(intercept=0.0, slope=1.0, uncertain_share=0.84, measured_on="some")
+
 
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
@@ -117,7 +119,9 @@ def test_the_shortest_chains(setup, sequence, capsys):
     result = json.loads((setup / "fold" / "s.json").read_text())
     assert result["residues"] == len(result["plddt_by_residue"]) == len(sequence)
     said = capsys.readouterr()
-    assert said.err.count("warning: ") == 1 and json.loads(said.out.splitlines()[-1])["mode"] == "fold"
+    assert said.err == "" and said.out.count("does not say what this model was tested on") == 1
+    assert result["untested"] == "" and "OUTSIDE" not in "".join(lines)  # which only its card could say
+    assert json.loads(said.out.splitlines()[-1])["mode"] == "fold"
 
 
 def test_a_fold_that_is_not_finite_is_not_written(setup, monkeypatch):
@@ -129,12 +133,12 @@ def test_a_fold_that_is_not_finite_is_not_written(setup, monkeypatch):
 
 
 def test_plddt_is_lower_at_the_residues_of_low_confidence(monkeypatch):
-    """Residues 3, 4 and 24, counted from 1, keep 84% of what the others' distances promise."""
-    found, atoms = a_map()
+    """Residues 3, 4 and 24, counted from 1, keep what the card says of what the others' distances promise."""
+    found, _ = a_map()
     found.output.update(distogram_logits=certain(a_fold(), SEQUENCE))
     made = SimpleNamespace(atoms=a_fold().float(), energy=-2.0, terms={}, gap=0.5)
     monkeypatch.setattr(folding, "folded", lambda *given: made)
-    sure, unsure = (dict(low_confidence=low, rows_used=2, untested="", seconds={}, card={})
+    sure, unsure = (dict(low_confidence=low, rows_used=2, untested="", seconds={}, card=dict(plddt=LINE))
                     for low in ([], [3, 4, 24]))
     for result in (sure, unsure):
         fold_prediction.found_fold(torch.arange(64) / 3 + 2, 0, found, result)

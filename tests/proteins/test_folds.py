@@ -112,7 +112,7 @@ def test_half_of_the_folds_are_real_and_a_step_is_always_the_same(tmp_path):
     assert (bins[~real] == UNKNOWN).all() and (bins[real][:, 20:] == UNKNOWN).all()
     off = ~torch.eye(20, dtype=torch.bool)
     assert (bins[real][:, :20, :20][:, off] >= 0).all()
-    unseen = [source.piece(np.random.default_rng(seed), True) for seed in range(99)]
+    unseen = [source.world.piece(np.random.default_rng(seed), True) for seed in range(99)]
     assert {round(p.backbone[0, CA, 1] / 8) for p in unseen if not p.known[-1]} == {0, 16, 32}
     plain = batches.open_source(settings_of(None)).batch(0)
     assert "orientations" not in plain and (plain["coord_mask"] == 1).all()

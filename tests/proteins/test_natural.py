@@ -64,6 +64,6 @@ def test_natural_batches_are_a_function_of_their_step():
 
 def test_held_out_folds_are_others_than_those_that_are_trained_on():
     source = batches.open_source(settings_of(seq_len=12, synthetic_world="natural"))
-    held_out = list(source.evaluation()["held_out"])
-    assert len(held_out) == 16 and source.unseen.made and not source.folds.made
-    assert all((source.folds.chain(n)[:12] != chain[:12]).any() for n, chain in source.unseen.made.items())
+    held_out, world = list(source.evaluation()["held_out"]), source.world
+    assert len(held_out) == 16 and world.unseen.made and not world.folds.made
+    assert all((world.folds.chain(n)[:12] != chain[:12]).any() for n, chain in world.unseen.made.items())

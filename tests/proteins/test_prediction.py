@@ -25,7 +25,8 @@ from tiny_openfold.proteins.relatives import Depth
 
 SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVGH"
 FLAGS = ["--resume", "m.pt", "--device", "cpu", "-o", "out"]
-CARD = dict(about="for tests", scores=[0.5, None])
+TESTED = dict(effective_rows=100, residues=[40, 409])
+CARD = dict(about="for tests", scores=[0.5, None], tested=TESTED)
 
 
 @pytest.fixture(autouse=True)
@@ -257,6 +258,7 @@ def test_a_directory_that_another_prediction_writes_into_is_refused(mode, tmp_pa
 
 @pytest.mark.parametrize("card", [
     dict(plddt=dict(slope=1.0)), dict(plddt=dict(intercept="x", slope=1.0, measured_on="")), dict(plddt=[1]),
+    dict(tested=[1]), dict(tested=dict(effective_rows=100, residues=40)),
     dict(about=torch.zeros(1)), dict(trained_on=5), dict(trained_on=[5]), dict(sequences=5),
     dict(sequences=["MK"]), dict(sequences={"a": []}), dict(sequences={"a": ["mk"]})])
 def test_a_card_that_says_nonsense_is_named(card, tmp_path, model_file, capsys):

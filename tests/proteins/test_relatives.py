@@ -15,7 +15,9 @@ from fusion_lab.training.models import read_model
 from tests.proteins import structures
 from tests.support import require_shared
 from tests.tiny import flags_of, model_of, save_model
+from tiny_openfold.models import TESTED, UNCERTAIN_SHARE, completed
 from tiny_openfold.proteins import files, prediction, relatives
+from tiny_openfold.proteins.confidence import line_of
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, UNKNOWN
 from tiny_openfold.proteins.relatives import Depth, learned_from, local_scores, nearest, profile, relative
 
@@ -66,8 +68,8 @@ def test_many_rows_that_are_all_fragments_leave_every_residue_uncertain(capsys):
         msa[quarter::4, 50 * quarter:50 * quarter + 50] = rng.integers(0, 20, (26, 50))
     msa[0] = np.arange(200) % 20
     batch = dict(msa_tokens=torch.from_numpy(msa)[None])
-    depth, _ = prediction.judge(files.Protein("x", msa, None), batch, {})
-    assert depth.untested == "" and depth.uncertain == [*range(200)]
+    depth, untested, _ = prediction.judge(files.Protein("x", msa, None), batch, dict(tested=TESTED))
+    assert untested == "" and depth.uncertain == [*range(200)]
     assert "residues 1-200" in capsys.readouterr().out
 
 
@@ -76,8 +78,10 @@ def test_many_rows_that_are_all_fragments_leave_every_residue_uncertain(capsys):
     (1.2, 1, ["1 effective row ", "1 residue "]),
     (12, 12, ["12 effective rows", "12 residues"])])
 def test_what_was_not_tested_is_named(effective, residues, words):
-    untested = Depth(300, effective, 1.0, (), residues).untested
+    depth = Depth(300, effective, 1.0, (), residues)
+    untested = depth.untested(dict(tested=TESTED))
     assert bool(untested) is bool(words) and all(word in untested for word in words)
+    assert depth.untested({}) == ""  # of a model whose card does not say it
 
 
 def test_a_relative_is_found_by_its_sequence_whatever_its_name():
@@ -120,10 +124,11 @@ def test_a_family_is_known_by_its_query_and_its_consensus():
 
 
 def test_the_shipped_model_knows_its_families_by_sequence():
-    card = read_model(prediction.MODEL, tof.PROGRAM).card
+    card = completed(read_model(prediction.MODEL, tof.PROGRAM).card)
     assert set(card["sequences"]) == set(card["trained_on"])
     assert relative(tokens(UBIQUITIN)[None], "x", card)["trained"]  # 2BWF_A is a ubiquitin-like domain
-    assert {"bins", "error", "pairs"} <= set(card["calibration"])
+    assert {"bins", "error", "pairs"} <= set(card["calibration"]) and card["tested"] == TESTED
+    assert line_of(card)[2] == UNCERTAIN_SHARE == 0.84 and line_of({}) == (0, 1, 1, None)
 
 
 # --- Alignment of a profile ------------------------------------------------------------------------------
@@ -198,7 +203,7 @@ def test_halves_of_real_families_find_each_other():
 def setup(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prediction, "find_spec", lambda name: None)  # no picture
-    save_model("m.pt", model_of(), dict(trained_on=["z"], sequences=dict(z=[UBIQUITIN])))
+    save_model("m.pt", model_of(), dict(trained_on=["z"], sequences=dict(z=[UBIQUITIN]), tested=TESTED))
     (tmp_path / "x.a3m").write_text(f">q\n{UBIQUITIN}\n")
 
 

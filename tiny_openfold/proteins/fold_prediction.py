@@ -28,7 +28,7 @@ def found_fold(centres, seed, found, result):
     is not finite."""
     started = time.monotonic()
     print(f"Folding {counted(found.protein.length, 'residue')} on the CPU", flush=True)
-    *line, calibrated_on = confidence.line_of(result["card"])
+    *line, calibrated_on = confidence.line_of(result["card"])  # intercept, slope, share where uncertain
     centres, logits = torch.as_tensor(centres, dtype=torch.float32), found.output["distogram_logits"]
     orientations = {name: found.output[name] for name in BINS if name in found.output}
     with tqdm(total=folding.STEPS, unit="step", disable=None, leave=False) as bar:

@@ -23,6 +23,7 @@ from fusion_lab.training.machine import GIGABYTE, amp_dtype, choose_device, free
 from fusion_lab.training.models import read_model
 from fusion_lab.training.options import flag
 from fusion_lab.training.reporting import print_result
+from tiny_openfold.models import completed
 from tiny_openfold.proteins import files, maps
 from tiny_openfold.proteins.batches import MOST_EXTRA, assemble, require_coordinates
 from tiny_openfold.proteins.coevolution import FEATURES, mean_field_dca
@@ -189,54 +190,75 @@ class Predictor:
             raise UserError(f"--{mode}: there is no {MODEL}; name a model file or a checkpoint by --resume")
         saved = read_model(self.path, program)
         with understanding("model", self.path):  # what the card says beside names, which somebody wrote
-            line_of(saved.card)
-            if sequences := saved.card.get("sequences"):
+            self.card = completed(saved.card)
+            line_of(self.card)
+            Depth(0, 0.0, 0.0, (), 0).untested(self.card)
+            if sequences := self.card.get("sequences"):
                 in_tokens(sequences)
-        self.config, self.card, self.dtype = saved.config, saved.card, amp_dtype(training, self.device)
+        self.config, self.dtype = saved.config, amp_dtype(training, self.device)
         self.directory = training.output or mode
         outputs.claim(self.directory, resumed=True, flag="-o")  # beside other predictions
         self.model = program.model(self.config, program.fusion_config())
         self.model.load_state_dict(saved.weights)
         self.model.to(self.device).eval()
+        if "tested" not in self.card:
+            print(f"{printable(self.path)} does not say what this model was tested on, so no warning says "
+                  "where it cannot be trusted")
 
     def write(self, protein, path, work):
         """Predict for one protein and write its files; returns (the headline of its result, the path of the
         whole result). Raises UserError."""
-        training, stem = self.settings.training, os.path.join(self.directory, protein.name)
-        given = training.structure and structure_of(training, path)[0]
-        if self.mode == "fold" and given and os.path.realpath(given) == os.path.realpath(f"{stem}.pdb"):
-            raise UserError(f"-o {self.directory}: the fold would take the place of {given}; name another")
+        stem = os.path.join(self.directory, protein.name)
+        self.require_another_place(path, f"{stem}.pdb")
+        training = self.settings.training
         batch = model_input(protein, self.config, training.eval_seqs or ROWS, training.seed)
+        self.announce(protein, batch)
         rows = batch["msa_tokens"].shape[1]
+        forewarn(replace(self.config, num_seqs=rows, seq_len=protein.length), self.device, self.dtype)
+        result = self.judged(protein, path, batch)
+        output, result["seconds"] = self.predicted(batch)
+        return finish(stem, result, *work(Prediction(protein, output), result))
+
+    def require_another_place(self, path, pdb):
+        """Raise UserError where a fold would replace the structure that it is compared with."""
+        structure = self.settings.training.structure and structure_of(self.settings.training, path)[0]
+        if self.mode == "fold" and structure and os.path.realpath(structure) == os.path.realpath(pdb):
+            raise UserError(f"-o {self.directory}: the fold would take the place of {structure}; name "
+                            "another")
+
+    def announce(self, protein, batch):
+        """Say what is predicted, from what, by which model."""
+        couplings = f" (couplings: {batch['extra_msa'].shape[1]})" if "extra_msa" in batch else ""
         print(f"{self.mode.capitalize()} of {printable(protein.name)}: {counted(protein.length, 'residue')}, "
-              f"{rows} of {counted(len(protein.msa), 'row')}"
-              + (f" (couplings: {batch['extra_msa'].shape[1]})" if "extra_msa" in batch else "")
-              + f", by {printable(self.path)} "
-              f"({sum(w.numel() for w in self.model.parameters()):,} parameters)")
+              f"{batch['msa_tokens'].shape[1]} of {counted(len(protein.msa), 'row')}{couplings}, by "
+              f"{printable(self.path)} ({sum(w.numel() for w in self.model.parameters()):,} parameters)")
         if protein.left_out:
             print(f"{counted(protein.left_out, 'column')} left out, where the query has a gap; positions are "
                   "those of its residues")
         for remark in protein.remarks:
             print(printable(remark))
-        config = replace(self.config, num_seqs=rows, seq_len=protein.length)
-        forewarn(config, self.device, self.dtype)
-        depth, kin = judge(protein, batch, self.card)
+
+    def judged(self, protein, path, batch):
+        """What is known before the model runs, in the keys of the JSON; what concerns the user is said."""
+        rows, extra = (batch[name].shape[1] if name in batch else 0 for name in ("msa_tokens", "extra_msa"))
+        depth, untested, kin = judge(protein, batch, self.card)
+        return dict(
+            mode=self.mode, name=protein.name, residues=protein.length, rows=len(protein.msa), rows_used=rows,
+            extra_rows_used=extra, effective_rows=depth.effective, coverage=depth.coverage, untested=untested,
+            columns_left_out=protein.left_out, remarks=[*protein.remarks],
+            low_confidence=[residue + 1 for residue in depth.uncertain],
+            trained_on=kin["trained"], relative=kin, model=self.path, command=self.command(path),
+            model_config=asdict(replace(self.config, num_seqs=rows, seq_len=protein.length)),
+            card={key: value for key, value in self.card.items() if key != "sequences"})
+
+    def predicted(self, batch):
+        """(output of run_model(), {"model": seconds}). Raises UserError where the output is not finite."""
         started = time.monotonic()
         output = run_model(self.model, batch, self.device, self.dtype, OUTPUTS)
         if not all(values.isfinite().all() for values in output.values()):
             raise UserError("the model's predictions are not finite: nothing is written"
                             + "; leave out --use-amp" * (self.dtype is not None), code=outputs.FAILED)
-        seconds = time.monotonic() - started
-        result = dict(
-            mode=self.mode, name=protein.name, residues=protein.length, rows=len(protein.msa), rows_used=rows,
-            extra_rows_used=batch["extra_msa"].shape[1] if "extra_msa" in batch else 0,
-            effective_rows=depth.effective, coverage=depth.coverage, untested=depth.untested,
-            columns_left_out=protein.left_out, remarks=[*protein.remarks],
-            low_confidence=[residue + 1 for residue in depth.uncertain],
-            trained_on=kin["trained"], relative=kin, model=self.path, command=self.command(path),
-            model_config=asdict(config), seconds=dict(model=seconds),
-            card={key: value for key, value in self.card.items() if key != "sequences"})
-        return finish(stem, result, *work(Prediction(protein, output), result))
+        return output, dict(model=time.monotonic() - started)
 
     def command(self, path):
         """What to type to get the prediction for one alignment again."""
@@ -249,18 +271,19 @@ class Predictor:
 
 
 def judge(protein, batch, card):
-    """(Depth of the rows that the model reads, what its card knows of relatives); both are said."""
+    """(Depth of the rows that the model reads, what of that it was not tested on in words, what its card
+    knows of relatives); all are said."""
     depth = Depth.of(batch["extra_msa" if "extra_msa" in batch else "msa_tokens"][0].numpy())
     print(f"Alignment, as {'the couplings see' if 'extra_msa' in batch else 'the model sees'} it: {depth}")
     if uncertain := depth.uncertain:
         print(f"Low confidence, for want of rows, at residues {maps.stretches([i + 1 for i in uncertain])}")
-    if depth.untested:
-        print(f"warning: {depth.untested}: the map may be wrong throughout, however high its probabilities",
+    if untested := depth.untested(card):
+        print(f"warning: {untested}: the map may be wrong throughout, however high its probabilities",
               file=sys.stderr)
     kin = relative(protein.msa, protein.name, card)
     if kin["trained"] is not False:
         print(kinship(kin))
-    return depth, kin
+    return depth, untested, kin
 
 
 def model_input(protein, config, rows, seed):

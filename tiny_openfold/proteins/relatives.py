@@ -22,8 +22,6 @@ NUCLEIC, ENOUGH = 0.95, 10  # share of letters that are bases or N; of fewer let
 KNOWN = 0.5                 # share of the query whose amino acids must be known
 LEAST_ROWS = 30             # effective ones; a column that fewer fill says next to nothing
 STRETCH = 5                 # such columns side by side, at least, for which confidence was too high
-TESTED_ROWS = 100           # effective ones; with fewer the shipped model was not tested (models/README.md)
-TESTED_LENGTHS = (40, 409)  # residues of the chains that it was tested on
 
 # Lower triangle of BLOSUM62 in the order of AMINO_ACIDS (Henikoff and Henikoff 1992), and the frequencies of
 # amino acids at which its scale is 0.3176 (Robinson and Robinson 1991).
@@ -98,23 +96,26 @@ class Depth:
         return [residue for first, last in runs(flags) if last - first + 1 >= STRETCH
                 for residue in range(first, last + 1)]
 
-    @property
-    def untested(self):
-        """What is outside of what the shipped model was tested on, in words; "" if nothing is."""
-        low, high = TESTED_LENGTHS
-        found = [f"{counted(round(self.effective), 'effective row')} (tested: {TESTED_ROWS} or more)"] \
-            * (self.effective < TESTED_ROWS)
-        found += [f"{counted(self.residues, 'residue')} (tested: {low} to {high})"] \
-            * (not low <= self.residues <= high)
-        return " and ".join(found)
+    def untested(self, card):
+        """What lies outside of what a model was tested on by its card, in words; "" if nothing does, or the
+        card does not say it. Raises AttributeError, KeyError, TypeError or ValueError for a card that says
+        nonsense."""
+        if not (tested := card.get("tested")):
+            return ""
+        least, (shortest, longest), outside = float(tested["effective_rows"]), tested["residues"], []
+        if self.effective < least:
+            outside.append(f"{counted(round(self.effective), 'effective row')} (tested: {least:g} or more)")
+        if not shortest <= self.residues <= longest:
+            outside.append(f"{counted(self.residues, 'residue')} (tested: {shortest} to {longest})")
+        return " and ".join(outside)
 
 
 def cautions(result):
     """[what makes a prediction uncertain], for its files; result: what its JSON holds."""
-    found = [f"{result['untested']}: the prediction may be wrong throughout"] * bool(result["untested"])
+    words = [f"{result['untested']}: the prediction may be wrong throughout"] * bool(result["untested"])
     if low := result["low_confidence"]:
-        found.append(f"Low confidence at residues {stretches(low)}: fewer than {LEAST_ROWS} effective rows")
-    return found
+        words.append(f"Low confidence at residues {stretches(low)}: fewer than {LEAST_ROWS} effective rows")
+    return words
 
 
 # --- Relatives ------------------------------------------------------------------------------------------
