@@ -92,6 +92,12 @@ def test_of_several_alignments_in_a_file_one_must_be_chosen(case, tmp_path):
     assert {query: letters(read_alignment(path, query)) for query in expected} == expected
 
 
+def test_a_name_that_two_alignments_have_chooses_neither(tmp_path):
+    path = write(tmp_path / "x.a3m", ">101\nACDEF\n\0>102\nWYW\n\0>102\nGHI\n")
+    assert letters(read_alignment(path, "101")) == ["ACDEF"]
+    assert "choose one" in one_line_error(read_alignment, path, "102")
+
+
 def test_every_letter_has_its_token(tmp_path):
     everything = "ACDEFGHIKLMNPQRSTVWYXBZUJO"
     msa = read_alignment(write(tmp_path / "x.fasta", f">q\n{everything}\n>a\n{everything.lower()}\n"))

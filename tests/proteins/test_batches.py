@@ -149,6 +149,20 @@ def test_evaluation_of_real_proteins_is_whole_clean_and_always_the_same():
         assert found[2][2]["coord_mask"][0].tolist() == [s != 3 for s in range(20)]
 
 
+def test_an_evaluation_has_the_families_for_validation_and_as_many_of_training(monkeypatch):
+    """At least FEW of these; where none validate, all."""
+    monkeypatch.setattr(batches, "FEW", 2)
+    source = real([family(f"t{i}") for i in range(6)], [family("u")])
+
+    def names():
+        return {key: [protein.name for protein, _ in group] for key, group in source.evaluation().items()}
+    assert names() == dict(training=[f"t{i}" for i in range(6)], held_out=["u"])
+    for validating in (1, 3):
+        source.validation = [family(f"v{i}") for i in range(validating)]
+        assert names() == dict(training=[f"t{i}" for i in range(validating + 1)],
+                               validation=[f"v{i}" for i in range(validating)], held_out=["u"])
+
+
 def test_held_out_families_are_named_or_a_share_of_them_rounded_up():
     names = [f"f{i}" for i in range(10)]
 

@@ -245,7 +245,7 @@ class Format(NamedTuple):
     begins: bytes      # how its files begin, behind comments: a pattern
     suffixes: tuple    # of its files in directories
     records: Callable  # (path, data) -> (names, rows as written)
-    inserts: bool      # lowercase may be insertions, which have no column
+    inserts: bool = False  # lowercase may be insertions, which have no column
 
     def fits(self, data):
         head = re.match(rb"(?i)(?:[\s\0]+|#(?!\s*STOCKHOLM|=).*)*", data)
@@ -256,7 +256,7 @@ FORMATS = (
     Format("A3M", rb">", (".a3m", ".a2m"), _fasta_records, True),
     Format("aligned FASTA", rb">|\Z", (".fasta", ".fa", ".fas", ".faa", ".afa", ".msa"), _fasta_records,
            True),
-    Format("Stockholm", rb"#\s*STOCKHOLM|#=G", (".sto", ".stk", ".stockholm"), _block_records, False),
+    Format("Stockholm", rb"#\s*STOCKHOLM|#=G", (".sto", ".stk", ".stockholm"), _block_records),
     Format("Clustal", rb"(?:CLUSTAL|MUSCLE)\b|(?:.*\n(?:[ \t]*\n)+)?" + ROW + rb"\n" + ROW + rb"(?:\n|\Z)",
-           (".aln", ".clustal", ".clw"), _clustal_records, False))
+           (".aln", ".clustal", ".clw"), _clustal_records))
 ALIGNMENT = f"an alignment in {', '.join(known.name for known in FORMATS[:-1])} or {FORMATS[-1].name} format"
