@@ -141,7 +141,7 @@ def test_plddt_is_lower_at_the_residues_of_low_confidence(monkeypatch):
     sure, unsure = (dict(low_confidence=low, rows_used=2, untested="", seconds={}, card=dict(plddt=LINE))
                     for low in ([], [3, 4, 24]))
     for result in (sure, unsure):
-        fold_prediction.found_fold(torch.arange(64) / 3 + 2, 0, found, result)
+        fold_prediction.fold_one(torch.arange(64) / 3 + 2, 0, found, result)
     shares = np.array(unsure["plddt_by_residue"]) / np.array(sure["plddt_by_residue"])
     assert shares == pytest.approx([0.84 if n in (3, 4, 24) else 1 for n in range(1, 25)], abs=1e-3)
 

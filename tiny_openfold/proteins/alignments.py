@@ -75,14 +75,14 @@ def _clustal_records(path, data):
 def _alignments(path, data, records):
     """[(names, rows as written)] of the alignments of a file: '//' or a NUL byte ends one. Those that begin
     with the same sequence are one, as a search of several databases writes them."""
-    found = {}
+    by_first_row = {}
     for part in re.split(rb"\0|(?m:^//[ \t]*$)", data):
         names, rows = records(path, part)
         if rows:
-            same = found.setdefault(rows[0], ([], []))
+            same = by_first_row.setdefault(rows[0], ([], []))
             same[0].extend(names)
             same[1].extend(rows)
-    return list(found.values())
+    return list(by_first_row.values())
 
 
 def parse_alignment(path, query=None):

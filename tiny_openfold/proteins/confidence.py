@@ -22,11 +22,11 @@ def line_of(card):
 def expected_lddt(probability, centres, anchors):
     """(L,) lDDT that a fold would have if the distogram were true; NaN where no neighbour is probable.
     probability (L, L, bins), centres (bins,) Å, anchors (L, 3): the atoms that the distogram is about."""
-    found = torch.cdist(anchors[None], anchors[None])[0]
-    weight, kept = torch.zeros_like(found), torch.zeros_like(found)
+    distances = torch.cdist(anchors[None], anchors[None])[0]
+    weight, kept = torch.zeros_like(distances), torch.zeros_like(distances)
     for bin_, centre in enumerate(centres.tolist()):  # each alone, or long chains would not fit
         if centre < LDDT_RADIUS:
-            chance, error = probability[..., bin_], (found - centre).abs()
+            chance, error = probability[..., bin_], (distances - centre).abs()
             weight += chance
             held = sum((error < cutoff).to(chance.dtype) for cutoff in LDDT_CUTOFFS)
             kept += chance * held / len(LDDT_CUTOFFS)

@@ -43,8 +43,8 @@ def align(query, chain, breaks, unknown):
         if best[i, j] == best[i - 1, j - 1] + gain[i - 1, j - 1]:
             i, j = i - 1, j - 1
             index[i] = j
-        elif len(found := above(i - 1, i, j)) or len(found := above(0, i, j)):  # mostly the next one
-            i = found[-1]
+        elif len(first := above(i - 1, i, j)) or len(first := above(0, i, j)):  # mostly the next one
+            i = first[-1]
         else:
             cost = chain_open[i] + chain_extend[i] * (j - position[:j])
             j = np.flatnonzero(best[i, :j] - cost == best[i, j])[-1]

@@ -198,7 +198,7 @@ class GraphedWorld:
         self.graph = torch.cuda.CUDAGraph()
         self.graph.register_generator_state(self.generator)
         with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.found = natural_alignments(self.generator, self.coords, num_seqs).to(torch.uint8)
+            self.rows = natural_alignments(self.generator, self.coords, num_seqs).to(torch.uint8)
 
     def __call__(self, seed, coords):
         """(B, num_seqs, S) tokens on the CPU."""
@@ -206,4 +206,4 @@ class GraphedWorld:
             self.coords.copy_(coords)
             self.generator.manual_seed(seed)
             self.graph.replay()
-            return self.found.cpu()
+            return self.rows.cpu()

@@ -64,18 +64,19 @@ STDIN = "-"               # as the path of an alignment
 
 def contacts(program, settings):
     """The mode --contacts; returns the exit code. Raises UserError."""
-    return predict(program, settings, "contacts", found_contacts)
+    return predict(program, settings, "contacts", contacts_of)
 
 
-def found_contacts(found, result):
+def contacts_of(prediction, result):
     """Say which contacts a Prediction has; how predict() writes them down."""
-    print_best(found, {*result["low_confidence"]})
-    if found.known:
-        result["precision"] = precisions(found)
-        print_precisions(found, result["precision"])
-    return ({".npz": partial(write_arrays, found=found), ".tsv": partial(maps.write_table, m=found),
-             ".rr": partial(write_rr, found=found, result=result)},
-            partial(maps.write_picture, m=found, cautions=cautions(result)))
+    print_best(prediction, {*result["low_confidence"]})
+    if prediction.known:
+        result["precision"] = precisions(prediction)
+        print_precisions(prediction, result["precision"])
+    writers = {".npz": partial(write_arrays, prediction=prediction),
+               ".tsv": partial(maps.write_table, m=prediction),
+               ".rr": partial(write_rr, prediction=prediction, result=result)}
+    return writers, partial(maps.write_picture, m=prediction, cautions=cautions(result))
 
 
 # --- One alignment, or many ---------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ def found_contacts(found, result):
 
 def predict(program, settings, mode, work):
     """Predict what a mode is about for the alignments that it was given, and write the files of each; returns
-    the exit code. work(Prediction, result) says what is found, adds it to the result, which becomes the JSON,
+    the exit code. work(Prediction, result) says the outcome, adds it to the result, which becomes the JSON,
     and returns ({suffix: write(path)}, draw(path)). Of several alignments one that fails does not stop the
     others. Raises UserError."""
     training = settings.training
@@ -128,8 +129,8 @@ def means_of(headlines):
     values = defaultdict(list)
     for headline in headlines:
         by_separation = headline.get("precision", {}).get("model", {})
-        found = {f"P(L/2) {separation}+": of["p_l2"] for separation, of in by_separation.items()}
-        for name, value in {**found, **(headline.get("scores") or {})}.items():
+        figures = {f"P(L/2) {separation}+": of["p_l2"] for separation, of in by_separation.items()}
+        for name, value in {**figures, **(headline.get("scores") or {})}.items():
             if value is not None and name != "residues_compared":
                 values[name].append(value)
     return {name: statistics.fmean(of) for name, of in values.items()}
@@ -361,24 +362,24 @@ def set_aside_earlier(stem, suffixes):
         print(f"Earlier files of this name are called {', '.join(map(printable, filter(None, moved)))} now")
 
 
-def write_arrays(path, found):
+def write_arrays(path, prediction):
     """For numpy.load: probability and distances (L, L), sequence, numbers (L,), name."""
-    protein = found.protein
+    protein = prediction.protein
     outputs.write_atomically(path, lambda file: np.savez_compressed(
-        file, probability=found.probability, distances=found.distances,
+        file, probability=prediction.probability, distances=prediction.distances,
         sequence=protein.sequence, numbers=np.array(protein.numbers, str), name=protein.name))
 
 
-def write_rr(path, found, result):
+def write_rr(path, prediction, result):
     """CASP's format RR: positions i < j from 1, the bounds of the distance in Å, probability; best first."""
-    name, sequence = "_".join(printable(found.protein.name).split()), found.protein.sequence
+    name, sequence = "_".join(printable(prediction.protein.name).split()), prediction.protein.sequence
     extra = result["extra_rows_used"]
     lines = ["PFRMAT RR", f"TARGET {name or 'unknown'}", "AUTHOR TinyOpenFold",
              *(f"REMARK {line}" for caution in cautions(result) for line in textwrap.wrap(caution, 70)),
              f"METHOD Evoformer, {counted(result['rows_used'], 'row')} of the alignment"
              + (f", couplings of {extra}" if extra else ""), "MODEL 1",
              *(sequence[start:start + 50] for start in range(0, len(sequence), 50)),
-             *(f"{i} {j} 0 {CONTACT_DISTANCE:g} {probability:.5f}" for i, j, probability, _ in found.best()),
+             *(f"{i} {j} 0 {CONTACT_DISTANCE:g} {chance:.5f}" for i, j, chance, _ in prediction.best()),
              "END", ""]
     outputs.write_text(path, "\n".join(lines))
 
@@ -386,9 +387,9 @@ def write_rr(path, found, result):
 # --- What is printed ------------------------------------------------------------------------------------
 
 
-def print_best(found, low_confidence):
+def print_best(prediction, low_confidence):
     """low_confidence: set of positions from 1."""
-    sequence, numbers, pairs = found.protein.sequence, found.protein.numbers, found.best()
+    sequence, numbers, pairs = prediction.protein.sequence, prediction.protein.numbers, prediction.best()
     if not pairs:
         print(f"No two residues are {SEPARATION} apart")
         return
@@ -400,19 +401,19 @@ def print_best(found, low_confidence):
               + "  low confidence" * (not low_confidence.isdisjoint((i, j))))
 
 
-def precisions(found):
+def precisions(prediction):
     """{method: {separation: contact_precision()}} of the model and of mean-field DCA, which reads up to
     YARDSTICK_ROWS rows."""
-    scores, protein = dict(model=found.output["contact_probability"]), found.protein
+    scores, protein = dict(model=prediction.output["contact_probability"]), prediction.protein
     if protein.length <= LONGEST_FOR_DCA:
         scores["mean-field DCA"] = mean_field_dca(some_rows(protein.msa, YARDSTICK_ROWS))
-    return {method: {str(separation): contact_precision(values, *found.coords, separation)
+    return {method: {str(separation): contact_precision(values, *prediction.coords, separation)
                      for separation in SEPARATIONS} for method, values in scores.items()}
 
 
-def print_precisions(found, methods):
-    mask = found.coords[1]
-    print(f"Precision against chain {found.protein.chain or '(no name)'}, {int(mask.sum())} residues with "
+def print_precisions(prediction, methods):
+    mask, chain = prediction.coords[1], prediction.protein.chain or "(no name)"
+    print(f"Precision against chain {chain}, {int(mask.sum())} residues with "
           f"coordinates, L/2 = {half_length(mask)}:")
     print(" " * 18 + "".join(f"{f'|i-j| >= {separation}':>16}" for separation in SEPARATIONS))
     print(" " * 18 + "  P(L/2)    P(L)" * len(SEPARATIONS))

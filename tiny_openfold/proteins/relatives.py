@@ -205,13 +205,13 @@ def nearest(msa, sequences, seed=0):
 def learned_from(families):
     """{name: [query, consensus]} of files.Protein: what relative() compares others with. The consensus is
     found by more remote relatives."""
-    found = {}
+    sequences = {}
     for family in families:
         rows = some_rows(family.msa, MOST_ROWS)
         counts = np.stack([(rows == letter).sum(axis=0) for letter in range(20)])  # (20, S)
         consensus = np.where(counts.any(axis=0), counts.argmax(axis=0), UNKNOWN)
-        found[family.name] = [family.sequence, "".join(LETTERS[token] for token in consensus)]
-    return found
+        sequences[family.name] = [family.sequence, "".join(LETTERS[token] for token in consensus)]
+    return sequences
 
 
 def relative(msa, name, card):
@@ -219,17 +219,17 @@ def relative(msa, name, card):
     there by its sequences, trained if the model learned from it. Of families without sequences one of the
     same name can be told, with no E-value; of the others nothing, so that trained is None."""
     sequences, names = card.get("sequences") or {}, card.get("trained_on") or ()
-    found, e_value = nearest(msa, sequences) if sequences else (None, None)
+    nearest_name, e_value = nearest(msa, sequences) if sequences else (None, None)
     if sequences and e_value <= RELATED:
-        return dict(name=found, e_value=e_value, trained=True)
+        return dict(name=nearest_name, e_value=e_value, trained=True)
     if name in set(names) - set(sequences):
         return dict(name=name, e_value=None, trained=True)
-    return dict(name=found, e_value=e_value, trained=None if set(names) - set(sequences) else False)
+    return dict(name=nearest_name, e_value=e_value, trained=None if set(names) - set(sequences) else False)
 
 
-def kinship(found):
+def kinship(kin):
     """What relative() found, in words; "" where there is nothing to tell."""
-    name, e_value, trained = (found[key] for key in ("name", "e_value", "trained"))
+    name, e_value, trained = (kin[key] for key in ("name", "e_value", "trained"))
     nearest = f"{printable(name)} (E-value {e_value:.0e})" if e_value is not None else ""
     if trained:
         which = f"a relative, {nearest}" if nearest else "a family of this name"
