@@ -319,9 +319,6 @@ def test_positions_count_the_residues_of_the_query(tmp_path, model_file, capsys)
     for row in (tmp_path / "out" / "x.tsv").read_text().splitlines()[1:]:
         i, j, first, second, *_, place_i, place_j = row.split("\t")
         assert (i, j, first, second) == (place_i, place_j, sequence[int(i) - 1], sequence[int(j) - 1])
-    assert run("--fold", tmp_path / "x.fasta", *FLAGS, "--query", "q") == 0
-    atoms = [line for line in (tmp_path / "out" / "x.pdb").read_text().splitlines() if line[12:16] == " CA "]
-    assert [int(line[22:26]) for line in atoms] == [*range(1, 11)] and "UNK" in atoms[2]
 
 
 def test_residues_without_rows_are_named_on_the_screen_and_in_every_file(

@@ -68,7 +68,7 @@ def test_many_rows_that_are_all_fragments_leave_every_residue_uncertain(capsys):
         msa[quarter::4, 50 * quarter:50 * quarter + 50] = rng.integers(0, 20, (26, 50))
     msa[0] = np.arange(200) % 20
     batch = dict(msa_tokens=torch.from_numpy(msa)[None])
-    depth, untested, _ = prediction.judge(files.Protein("x", msa, None), batch, dict(tested=TESTED))
+    depth, untested, _ = prediction.judge(files.Protein("x", msa, None), batch, {}, (100.0, 40, 409))
     assert untested == "" and depth.uncertain == [*range(200)]
     assert "residues 1-200" in capsys.readouterr().out
 
@@ -79,9 +79,9 @@ def test_many_rows_that_are_all_fragments_leave_every_residue_uncertain(capsys):
     (12, 12, ["12 effective rows", "12 residues"])])
 def test_what_was_not_tested_is_named(effective, residues, words):
     depth = Depth(300, effective, 1.0, (), residues)
-    untested = depth.untested(dict(tested=TESTED))
+    untested = depth.untested((100.0, 40, 409))
     assert bool(untested) is bool(words) and all(word in untested for word in words)
-    assert depth.untested({}) == ""  # of a model whose card does not say it
+    assert depth.untested(relatives.tested_on({})) == ""  # of a model whose card does not say it
 
 
 def test_a_relative_is_found_by_its_sequence_whatever_its_name():
@@ -127,8 +127,9 @@ def test_the_shipped_model_knows_its_families_by_sequence():
     card = completed(read_model(prediction.MODEL, tof.PROGRAM).card)
     assert set(card["sequences"]) == set(card["trained_on"])
     assert relative(tokens(UBIQUITIN)[None], "x", card)["trained"]  # 2BWF_A is a ubiquitin-like domain
-    assert {"bins", "error", "pairs"} <= set(card["calibration"]) and card["tested"] == TESTED
-    assert line_of(card)[2] == UNCERTAIN_SHARE == 0.84 and line_of({}) == (0, 1, 1, None)
+    assert {"bins", "error", "pairs"} <= set(card["calibration"])
+    assert relatives.tested_on(card) == (100, 40, 409) and line_of(card)[2] == UNCERTAIN_SHARE == 0.84
+    assert line_of({}) == (0, 1, 1, None)
 
 
 # --- Alignment of a profile ------------------------------------------------------------------------------

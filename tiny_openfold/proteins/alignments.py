@@ -128,10 +128,10 @@ def _require_letters(path, names, rows):
 
 
 def _columns(path, names, rows, number, form):
-    """Rows as written -> rows of one length. A3M deletes lowercase letters and '.', unless '.' is its gap, as
-    it is where no row has lowercase. A file not called A3M is one if only that makes its rows equal; else its
-    rows are aligned as they stand. The query has no insertions: lowercase in it is masking, or there are
-    columns for it, or it is an error."""
+    """Rows as written -> rows of one length. In A3M, lowercase letters are insertions, which have no column,
+    and '.' pads them; where no row has lowercase, '.' is a gap. Other files are read as they stand, or as A3M
+    if only that makes their rows equal. The query has no insertions: its lowercase letters are masked
+    residues, and an error if other rows have no column for them."""
     lower = [form.inserts and row != row.upper() for row in rows]
     a3m = [LOWERCASE + b".", LOWERCASE]
     if not any(lower):

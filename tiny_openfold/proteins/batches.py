@@ -33,8 +33,8 @@ FEW = 8  # training families, at least, that an evaluation looks at beside those
 def corrupt(rng, msa, row_mask=None, part=(0, 1)):
     """AF2's masked-MSA task (supplement 1.2.7): of 15% of the positions, 10% become a random amino acid, 10%
     one drawn from their column, 10% stay, 70% are masked. Returns (corrupted, targets), targets -100
-    elsewhere; both (B, N, S). Rows that row_mask (B, N) marks as missing stand last and are not drawn. Of the
-    numbers for the samples of several ranks these samples take those of their part, (rank, ranks)."""
+    elsewhere; both (B, N, S). Rows that row_mask (B, N) marks as missing stand last and are not drawn. With
+    several ranks, numbers are drawn for the samples of all, and these take their part, (rank, ranks)."""
     own, size = slice(part[0] * len(msa), (part[0] + 1) * len(msa)), (part[1] * len(msa), *msa.shape[1:])
     chosen, kind = rng.random(size)[own] < 0.15, rng.random(size)[own]
     chosen &= msa != MASK

@@ -72,8 +72,8 @@ class Draw:
 
 @lru_cache
 def tables(device):
-    """On this device, once, since a capture cannot copy: the properties (A, 3), each with mean 0 and variance
-    1; how they attract (3,); logarithms of COMMON (A,)."""
+    """On this device: the properties (A, 3), each with mean 0 and variance 1; how they attract (3,);
+    logarithms of COMMON (A,). Kept, because nothing can be copied while a CUDA graph is captured."""
     table = torch.tensor([HYDROPHOBICITY, VOLUME, CHARGE], device=device).T
     table = (table - table.mean(0)) / table.std(0, correction=0)
     return table, torch.tensor(LIKE, device=device), torch.tensor(COMMON, device=device).log()

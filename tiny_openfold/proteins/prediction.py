@@ -48,6 +48,7 @@ from tiny_openfold.proteins.relatives import (
     relative,
     require_protein,
     some_rows,
+    tested_on,
 )
 
 ROWS = 512                # of the alignment, without --eval-seqs
@@ -83,10 +84,10 @@ def contacts_of(prediction, result):
 
 
 def predict(program, settings, mode, work):
-    """Predict what a mode is about for the alignments that it was given, and write the files of each; returns
-    the exit code. work(Prediction, result) says the outcome, adds it to the result, which becomes the JSON,
-    and returns ({suffix: write(path)}, draw(path)). Of several alignments one that fails does not stop the
-    others. Raises UserError."""
+    """Run a mode for the alignments that it was given, and write the files of each; returns the exit code.
+    work(Prediction, result) prints the outcome, adds it to the result, which becomes the JSON, and returns
+    ({suffix: write(path)}, draw(path)). If one of several alignments fails, the others go on. Raises
+    UserError."""
     training = settings.training
     paths = alignments(getattr(training, mode), training.structure)
     if len(paths) == 1:
@@ -193,7 +194,7 @@ class Predictor:
         with understanding("model", self.path):  # what the card says beside names, which somebody wrote
             self.card = completed(saved.card)
             line_of(self.card)
-            Depth(0, 0.0, 0.0, (), 0).untested(self.card)
+            self.tested = tested_on(self.card)
             if sequences := self.card.get("sequences"):
                 in_tokens(sequences)
         self.config, self.dtype = saved.config, amp_dtype(training, self.device)
@@ -202,7 +203,7 @@ class Predictor:
         self.model = program.model(self.config, program.fusion_config())
         self.model.load_state_dict(saved.weights)
         self.model.to(self.device).eval()
-        if "tested" not in self.card:
+        if self.tested is None:
             print(f"{printable(self.path)} does not say what this model was tested on, so no warning says "
                   "where it cannot be trusted")
 
@@ -242,7 +243,7 @@ class Predictor:
     def judged(self, protein, path, batch):
         """What is known before the model runs, in the keys of the JSON; what concerns the user is said."""
         rows, extra = (batch[name].shape[1] if name in batch else 0 for name in ("msa_tokens", "extra_msa"))
-        depth, untested, kin = judge(protein, batch, self.card)
+        depth, untested, kin = judge(protein, batch, self.card, self.tested)
         return dict(
             mode=self.mode, name=protein.name, residues=protein.length, rows=len(protein.msa), rows_used=rows,
             extra_rows_used=extra, effective_rows=depth.effective, coverage=depth.coverage, untested=untested,
@@ -271,14 +272,15 @@ class Predictor:
         return shlex.join(words)
 
 
-def judge(protein, batch, card):
+def judge(protein, batch, card, tested):
     """(Depth of the rows that the model reads, what of that it was not tested on in words, what its card
     knows of relatives); all are said."""
     depth = Depth.of(batch["extra_msa" if "extra_msa" in batch else "msa_tokens"][0].numpy())
     print(f"Alignment, as {'the couplings see' if 'extra_msa' in batch else 'the model sees'} it: {depth}")
     if uncertain := depth.uncertain:
         print(f"Low confidence, for want of rows, at residues {maps.stretches([i + 1 for i in uncertain])}")
-    if untested := depth.untested(card):
+    untested = depth.untested(tested)
+    if untested:
         print(f"warning: {untested}: the map may be wrong throughout, however high its probabilities",
               file=sys.stderr)
     kin = relative(protein.msa, protein.name, card)
@@ -347,9 +349,10 @@ def finish(stem, result, writers, draw):
 
 
 def set_aside_earlier(stem, suffixes):
-    """Rename, and say so, what an earlier prediction in either mode wrote under this name, its result first,
-    and what else has a name that is written now, one of these suffixes. What neither its result nor, if it
-    was killed, its list names is the user's, such as the true structure beside the alignment, and stays."""
+    """Rename what an earlier prediction, in either mode, wrote under this name, its result first, and say so.
+    Its result lists its files; if it was killed, the unfinished list does. Files with one of these suffixes,
+    which are written now, are renamed too. All others are the user's, such as the true structure beside the
+    alignment, and stay."""
     named = set()
     for path in (f"{stem}.json", stem + UNFINISHED):
         with contextlib.suppress(UserError, KeyError, TypeError):  # there is none, or it is not ours

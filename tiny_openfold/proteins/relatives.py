@@ -21,7 +21,7 @@ BASES = [AMINO_ACIDS.index(letter) for letter in "ACGT"]  # U is read as C, see 
 NUCLEIC, ENOUGH = 0.95, 10  # share of letters that are bases or N; of fewer letters nobody can say
 KNOWN = 0.5                 # share of the query whose amino acids must be known
 LEAST_ROWS = 30             # effective ones; a column that fewer fill says next to nothing
-STRETCH = 5                 # such columns side by side, at least, for which confidence was too high
+STRETCH = 5                 # such columns, at least, side by side: there models were too sure
 
 # Lower triangle of BLOSUM62 in the order of AMINO_ACIDS (Henikoff and Henikoff 1992), and the frequencies of
 # amino acids at which its scale is 0.3176 (Robinson and Robinson 1991).
@@ -96,18 +96,26 @@ class Depth:
         return [residue for first, last in runs(flags) if last - first + 1 >= STRETCH
                 for residue in range(first, last + 1)]
 
-    def untested(self, card):
-        """What lies outside of what a model was tested on by its card, in words; "" if nothing does, or the
-        card does not say it. Raises AttributeError, KeyError, TypeError or ValueError for a card that says
-        nonsense."""
-        if not (tested := card.get("tested")):
+    def untested(self, tested):
+        """What lies outside of what a model was tested on, by tested_on(), in words; "" if nothing does or
+        that is not known."""
+        if tested is None:
             return ""
-        least, (shortest, longest), outside = float(tested["effective_rows"]), tested["residues"], []
+        (least, shortest, longest), outside = tested, []
         if self.effective < least:
             outside.append(f"{counted(round(self.effective), 'effective row')} (tested: {least:g} or more)")
         if not shortest <= self.residues <= longest:
             outside.append(f"{counted(self.residues, 'residue')} (tested: {shortest} to {longest})")
         return " and ".join(outside)
+
+
+def tested_on(card):
+    """(least effective rows, shortest chain, longest chain) that a model was tested on by its card; None
+    where the card does not say it. Raises AttributeError, KeyError, TypeError or ValueError for nonsense."""
+    if not (tested := card.get("tested")):
+        return None
+    shortest, longest = map(int, tested["residues"])
+    return float(tested["effective_rows"]), shortest, longest
 
 
 def cautions(result):
@@ -228,7 +236,7 @@ def relative(msa, name, card):
 
 
 def kinship(kin):
-    """What relative() found, in words; "" where there is nothing to tell."""
+    """The result of relative() in words; "" where there is nothing to tell."""
     name, e_value, trained = (kin[key] for key in ("name", "e_value", "trained"))
     nearest = f"{printable(name)} (E-value {e_value:.0e})" if e_value is not None else ""
     if trained:
