@@ -68,6 +68,8 @@ def test_a_picture_marks_right_and_wrong_pairs_and_what_is_missing():
     maps.dress(axis, found, "x")
     assert [bool(patch.get_hatch()) for patch in axis.patches] == 2 * [True]  # row and column
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["2", "10", "12", "14", "16", "18", "20"]
+    labels = [handle.get_label() for handle in maps.draw_contacts(Figure().subplots(), a_map())]
+    assert [label[-3:] for label in labels if "right" in label or "wrong" in label] == [": 3", ": 4"]
     maps.draw_contacts(beside, a_map(structure=False))
     assert not a_map(structure=False).missing.any()  # or all of it would be hatched
     assert np.asarray(beside.images[1].get_array())[0, 13] == pytest.approx(1 - 0.7 * 0.9)

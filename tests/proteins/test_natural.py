@@ -1,4 +1,6 @@
 """The world `natural`: its couplings, preferences, tree and gaps, and the batches of it."""
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -34,6 +36,35 @@ def test_couplings_are_of_two_sites_that_touch():
     strength = matrix.view(2, 8, 20, 8, 20).square().sum((0, 2, 4))
     assert torch.equal(matrix, matrix.mT) and strength.diagonal(1).any()
     assert not strength.triu(2).any() and not strength.diagonal().any()
+
+
+def test_a_coupling_by_hand():
+    """Nothing is drawn: hydrophobic letters seek their like, volumes and charges what they lack. Sites 0 and
+    5 are near; 0 and 3 half so, and near along the chain."""
+    def ones(*shape, **_):
+        return torch.ones(shape)
+    drawn = SimpleNamespace(uniform=torch.zeros, normal=ones, factor=ones)
+    distances = torch.full((1, 8, 8), 100.0)
+    distances[0, 0, 5], distances[0, 0, 3] = 6.0, 7.5
+    matrix = natural.couplings(drawn, distances).view(8, 20, 8, 20)
+    letters = np.array([natural.HYDROPHOBICITY, natural.VOLUME, natural.CHARGE]).T
+    letters = (letters - letters.mean(0)) / letters.std(0)
+    coupling = 0.6 * 0.45 * (letters * [1, -1, -1]) @ letters.T
+    for site, share in ((5, 1), (3, 0.5 * 0.8)):
+        assert matrix[0, :, site].numpy() == pytest.approx(share * coupling, abs=1e-5)
+        assert torch.equal(matrix[site, :, 0], matrix[0, :, site].T)
+
+
+def test_rows_take_the_letters_drawn_as_often_as_they_accept_them():
+    """Letter 7 is all but sure at every site; of three rows one accepts all, one half and one nothing."""
+    draw = natural.Draw(torch.Generator().manual_seed(0))
+    logits, before = torch.zeros(1, 1, 50, 20), torch.zeros(1, 3, 50, dtype=torch.long)
+    logits[..., 7] = 50.0
+    accepted = torch.tensor([1.0, 0.5, 0.0])[None, :, None]
+    rows = natural.evolve(draw, before, 1, torch.zeros(1, 1000, 1000), logits, accepted)
+    assert (rows == 7).sum(2)[0].tolist() == [20, pytest.approx(10, abs=6), 0]  # a sweep: 40% of the sites
+    rows = natural.evolve(draw, before, 40, torch.zeros(1, 1000, 1000), logits, accepted)
+    assert (rows == 7).sum(2).tolist() == [[50, 50, 0]]
 
 
 @pytest.mark.gpu
