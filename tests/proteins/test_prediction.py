@@ -155,8 +155,12 @@ def test_how_many_rows_the_model_saw_is_told(tmp_path, monkeypatch):
     alignment = an_alignment(tmp_path / "x.a3m")
     save_model(tmp_path / "m.pt", model_of(coevolution="couplings"), {})
     monkeypatch.chdir(tmp_path)
+    asked = []  # for memory
+    monkeypatch.setattr(prediction, "forewarn", lambda config, *given: asked.append(vars(config)))
     assert run("--contacts", alignment, *FLAGS, "--eval-seqs", 5) == 0
     found = json.loads((tmp_path / "out" / "x.json").read_text())
+    for sizes in (*asked, found["model_config"]):
+        assert (sizes["num_seqs"], sizes["seq_len"]) == (5, len(SEQUENCE)) and len(asked) == 1
     assert (found["rows"], found["rows_used"], found["extra_rows_used"]) == (20, 5, 20)
     assert "--eval-seqs 5" in found["command"] and "--seed" not in found["command"]  # what was given
     # depth is that of all rows that the model reads
