@@ -166,6 +166,7 @@ def test_scores_are_those_of_smith_and_waterman():
     found = local_scores(columns, sequences)
     assert found == pytest.approx([slow_score(columns, sequence) for sequence in sequences])
     assert found[1] > found[5] + 10 and found[2] > found[5] + 10  # across the gap
+    assert found[0] - found[1] == 11 + 3  # what BLAST asks for a gap of three
     assert local_scores(columns, [*[query[:1]] * 30_000, inserted])[-1] == found[1]  # whatever comes before
 
 
