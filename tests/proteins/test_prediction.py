@@ -338,7 +338,8 @@ def test_residues_without_rows_are_named_on_the_screen_and_in_every_file(
     (tmp_path / "x.a3m").write_text("".join(f">{i}_consensus\n{row}\n" for i, row in enumerate(rows)))
     assert run("--contacts", tmp_path / "x.a3m", *FLAGS) == 0
     result = json.loads((tmp_path / "out" / "x.json").read_text())
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.startswith("warning: 61 effective rows (") and err.count("\n") == 1
     assert result["low_confidence"] == [*range(21, 29)] and "residues 21-28" in out
     assert out.count("0_consensus, is the consensus") == 1
     assert "8 of 34 columns have fewer than 30 effective rows" in out

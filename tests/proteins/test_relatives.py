@@ -15,7 +15,7 @@ from fusion_lab.training.models import read_model
 from tests.proteins import structures
 from tests.support import require_shared
 from tests.tiny import flags_of, model_of, save_model
-from tiny_openfold.models import TESTED, UNCERTAIN_SHARE, completed
+from tiny_openfold.models import UNCERTAIN_SHARE, completed
 from tiny_openfold.proteins import files, prediction, relatives
 from tiny_openfold.proteins.confidence import line_of
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, UNKNOWN
@@ -205,17 +205,8 @@ def test_halves_of_real_families_find_each_other():
 def setup(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prediction, "find_spec", lambda name: None)  # no picture
-    save_model("m.pt", model_of(), dict(trained_on=["z"], sequences=dict(z=[UBIQUITIN]), tested=TESTED))
+    save_model("m.pt", model_of(), dict(trained_on=["z"], sequences=dict(z=[UBIQUITIN])))
     (tmp_path / "x.a3m").write_text(f">q\n{UBIQUITIN}\n")
-
-
-def test_a_relative_and_what_was_not_tested_are_said(setup, tmp_path, capsys):
-    assert tof.main(["--contacts", "x.a3m", "--resume", "m.pt", "--device", "cpu"]) == 0
-    out, err = capsys.readouterr()
-    assert err.startswith("warning: 1 effective row (") and err.count("\n") == 1
-    assert "The model was trained on a relative, z (E-value " in out
-    result = json.loads((tmp_path / "contacts" / "x.json").read_text())
-    assert result["trained_on"] is True and result["relative"]["name"] == "z" and result["coverage"] == 1
 
 
 def test_a_tuned_model_knows_the_relatives_of_both_trainings(setup, tmp_path, capsys):
@@ -233,3 +224,5 @@ def test_a_tuned_model_knows_the_relatives_of_both_trainings(setup, tmp_path, ca
         capsys.readouterr()
         assert tof.main(["--contacts", path, "--resume", "tuned.pt", "--device", "cpu"]) == 0
         assert f"trained on a relative, {name} (E-value" in capsys.readouterr().out
+        result = json.loads((tmp_path / "contacts" / f"{path[0]}.json").read_text())
+        assert result["trained_on"] is True and result["relative"]["name"] == name and result["coverage"] == 1
