@@ -50,6 +50,7 @@ SAME_ALIGNMENT = {  # file name, content: all the same three rows
     **{title: ("x.txt", f"{title}\n\nq ACDEF\na AC-EF\nb GHIKL\n   *\n") for title in (
         "MUSCLE (3.8) multiple sequence alignment\n", "# a comment\nKalign (2.0) alignment in ClustalW",
         "PROBCONS version 1.12 multiple sequence alignment", "By hand")},
+    "title without a blank line": ("x.txt", "MUSCLE (3.8) alignment\nq ACDEF\na AC-EF\nb GHIKL\n"),
     "no title": ("x.aln", "q ACD 3\na AC-\nb GHI\n\nq EF 5\na EF\nb KL\n"),
     "stockholm by hand": ("x.a3m", "# by hand\n#Stockholm 1.0\nq ACDEF\na AC.EF\nb GHIKL\n"),
 }
