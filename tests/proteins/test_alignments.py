@@ -194,10 +194,10 @@ def test_bad_alignment_is_one_clear_line(case, tmp_path):
 FOREIGN = {  # how a file begins, what it is
     b"\x28\xb5\x2f\xfd\x04X": "zstd", b"PK\x03\x04": "zip archive",
     b"x.a3m" + bytes(252) + b"ustar": "tar archive",
-    b"\n<!DOCTYPE html>\n<html>": "web page", b"<?xml version": "XML", b'[{"name": "x"}]': "JSON",
+    b"\n<!DOCTYPE html>\n<html>": "web page", b"\n<?xml version": "XML", b'[{"name": "x"}]': "JSON",
     b'{"sequences": [{"protein": {"unpairedMsa": ">q\\nACDEF"}}]}': "AlphaFold 3",
     b"key,sequence\n-1,ACDEF\n": "Boltz CSV", b">query\\nACDEF\\n>hit\\nACDEF": "written out as \\n",
-    b">P1;q\nFIRST\nACDEF*\n": "PIR", b"#NEXUS\nbegin data;": "NEXUS", b" 2 5\nq ACDEF\n": "PHYLIP",
+    b">P1;q\nFIRST\nACDEF*\n": "PIR", b"#NEXUS\nbegin data;": "NEXUS", b" 12 345\nq ACDEF\n": "PHYLIP",
     b"!!AA_MULTIPLE_ALIGNMENT 1.0": "MSF", b"HMMER3/f [3.3]\nNAME x": "profile",
     b"HHsearch 1.5\nNAME x": "profile",
     b"{ \n  s_m_m2io_version\n": "Maestro", b"SEQUENCE: ACDEF\nSCORE: 1\n": "Rosetta",
