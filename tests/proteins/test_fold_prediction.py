@@ -163,6 +163,8 @@ def test_a_pdb_file_is_read_back_and_has_the_formats_columns(tmp_path):
     assert all(len(line) <= 80 for line in lines) and lines[-1] == f"{'END':80}"
     assert "\u00c9" in "".join(lines) and lines[-2].startswith("TER")  # a name keeps its letters
     assert [line[6:19] for line in lines if line[:6] == "SEQRES"] == ["   1 A   24  ", "   2 A   24  "]
+    serials = [int(line[6:11]) for line in lines if line.startswith(("ATOM", "TER"))]
+    assert serials == [*range(1, len(serials) + 1)]
     first = next(line for line in lines if line.startswith("ATOM"))
     assert first[12:16] == " N  " and first[60:66] == "  3.00" and first[76:78] == " N"
     pytest.importorskip("gemmi")

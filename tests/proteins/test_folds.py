@@ -32,6 +32,17 @@ def test_a_chain_goes_on_to_a_layers_next_helix_or_strand():
     assert 10 * np.abs(np.diff(routes, axis=1)).mean() == pytest.approx(15.5, abs=0.5)
 
 
+def test_helices_and_strands_are_centred_and_layouts_are_drawn_by_their_shares():
+    assert [piece(7)[:, 1].mean() for piece in (folds.helix, folds.strand)] == pytest.approx([0, 0])
+    rng, size = np.random.default_rng(0), 3000
+    layers = [{(z, kind) for kind, _, z in folds.slots(rng, 100)} for _ in range(size)]
+    for layout in {*folds.LAYOUTS}:
+        heights = (np.arange(len(layout)) - (len(layout) - 1) / 2) * folds.LAYER_GAP
+        drawn = layers.count({*zip(heights.tolist(), layout, strict=True)}) / size
+        share = sum(one for one, other in zip(folds.SHARES, folds.LAYOUTS, strict=True) if other == layout)
+        assert drawn == pytest.approx(share, abs=0.04), layout
+
+
 def test_side_chains_of_helices_point_back_to_their_beginning():
     """As nature's do. Ours are left-handed, of D-amino acids: a mirror image in both."""
     ca = folds.helix(9)

@@ -55,6 +55,12 @@ def test_a_coupling_by_hand():
         assert torch.equal(matrix[site, :, 0], matrix[0, :, site].T)
 
 
+def test_letters_are_drawn_by_their_probabilities():
+    draw, shares = natural.Draw(torch.Generator().manual_seed(0)), torch.tensor([0.7, 0.2, 0.1])
+    counts = draw.letters(shares.log().expand(20_000, 3)).bincount(minlength=3)
+    assert (counts / 20_000).tolist() == pytest.approx(shares.tolist(), abs=0.015)
+
+
 def test_rows_take_the_letters_drawn_as_often_as_they_accept_them():
     """Letter 7 is all but sure at every site; of three rows one accepts all, one half and one nothing."""
     draw = natural.Draw(torch.Generator().manual_seed(0))

@@ -107,6 +107,13 @@ def test_an_e_value_counts_what_chance_finds_among_as_many(monkeypatch):
         assert (name, e_value) == ("f2", pytest.approx(count * 3.059e-8, rel=1e-3))
 
 
+def test_the_distribution_of_scores_by_chance_is_fitted():
+    """P(score > x) is 1 - exp(-0.02 * length * exp(-0.3 * x))."""
+    rng, lengths = np.random.default_rng(0), np.repeat([50, 200], 10_000)
+    scores = -np.log(-np.log(rng.random(20_000)) / (0.02 * lengths)) / 0.3
+    assert relatives.fitted(scores, lengths) == pytest.approx((0.3, 0.02), rel=0.03)
+
+
 def test_families_without_sequences_leave_it_open_whether_there_is_a_relative():
     query, known = tokens(UBIQUITIN)[None], dict(ubiquitin=[UBIQUITIN])
     for card, expected in (({}, (None, False)), (dict(trained_on=["q"]), ("q", True)),
