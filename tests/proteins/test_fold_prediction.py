@@ -214,6 +214,7 @@ def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
     assert spread[0] > spread[1] > spread[2] and np.abs(places.mean(axis=0)).max() < 0.01
     tenths = np.frombuffer(base64.b64decode(data["distances"]), np.uint8).reshape(24, 24)
     assert tenths == pytest.approx(10 * distances.clip(0, 25.5), abs=0.51)
+    assert data["plddt"] == pytest.approx(np.linspace(20, 95, 24), abs=0.051)
     assert data["low"] == [2, 3] and data["numbers"] == [str(n) for n in range(1, 25)]
     assert data["secondary"].count("H") >= 12 and data["sequence"] == SEQUENCE
     assert "DATA NOTES &lt;/script&gt;&lt;b&gt;" in text and text.count("</script>") == 1

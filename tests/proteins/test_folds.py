@@ -35,7 +35,9 @@ def test_a_chain_goes_on_to_a_layers_next_helix_or_strand():
 def test_helices_and_strands_are_centred_and_layouts_are_drawn_by_their_shares():
     assert [piece(7)[:, 1].mean() for piece in (folds.helix, folds.strand)] == pytest.approx([0, 0])
     rng, size = np.random.default_rng(0), 3000
-    layers = [{(z, kind) for kind, _, z in folds.slots(rng, 100)} for _ in range(size)]
+    drawn_slots = [folds.slots(rng, 100) for _ in range(size)]
+    assert max(abs(sum(x for _, x, _ in slots)) for slots in drawn_slots) < 1e-9
+    layers = [{(z, kind) for kind, _, z in slots} for slots in drawn_slots]
     for layout in {*folds.LAYOUTS}:
         heights = (np.arange(len(layout)) - (len(layout) - 1) / 2) * folds.LAYER_GAP
         drawn = layers.count({*zip(heights.tolist(), layout, strict=True)}) / size
