@@ -50,6 +50,7 @@ SAME_ALIGNMENT = {  # file name, content: all the same three rows
     **{title: ("x.txt", f"{title}\n\nq ACDEF\na AC-EF\nb GHIKL\n   *\n") for title in (
         "MUSCLE (3.8) multiple sequence alignment\n", "# a comment\nKalign (2.0) alignment in ClustalW",
         "PROBCONS version 1.12 multiple sequence alignment", "By hand")},
+    "title without a blank line": ("x.txt", "MUSCLE (3.8) alignment\nq ACDEF\na AC-EF\nb GHIKL\n"),
     "no title": ("x.aln", "q ACD 3\na AC-\nb GHI\n\nq EF 5\na EF\nb KL\n"),
     "stockholm by hand": ("x.a3m", "# by hand\n#Stockholm 1.0\nq ACDEF\na AC.EF\nb GHIKL\n"),
 }
@@ -90,6 +91,12 @@ def test_of_several_alignments_in_a_file_one_must_be_chosen(case, tmp_path):
         error = one_line_error(read_alignment, path, wrong)
         assert "101" in error and "102" in error and "--query" in error
     assert {query: letters(read_alignment(path, query)) for query in expected} == expected
+
+
+def test_a_name_that_two_alignments_have_chooses_neither(tmp_path):
+    path = write(tmp_path / "x.a3m", ">101\nACDEF\n\0>102\nWYW\n\0>102\nGHI\n")
+    assert letters(read_alignment(path, "101")) == ["ACDEF"]
+    assert "choose one" in one_line_error(read_alignment, path, "102")
 
 
 def test_every_letter_has_its_token(tmp_path):
@@ -187,10 +194,10 @@ def test_bad_alignment_is_one_clear_line(case, tmp_path):
 FOREIGN = {  # how a file begins, what it is
     b"\x28\xb5\x2f\xfd\x04X": "zstd", b"PK\x03\x04": "zip archive",
     b"x.a3m" + bytes(252) + b"ustar": "tar archive",
-    b"\n<!DOCTYPE html>\n<html>": "web page", b"<?xml version": "XML", b'[{"name": "x"}]': "JSON",
+    b"\n<!DOCTYPE html>\n<html>": "web page", b"\n<?xml version": "XML", b'[{"name": "x"}]': "JSON",
     b'{"sequences": [{"protein": {"unpairedMsa": ">q\\nACDEF"}}]}': "AlphaFold 3",
     b"key,sequence\n-1,ACDEF\n": "Boltz CSV", b">query\\nACDEF\\n>hit\\nACDEF": "written out as \\n",
-    b">P1;q\nFIRST\nACDEF*\n": "PIR", b"#NEXUS\nbegin data;": "NEXUS", b" 2 5\nq ACDEF\n": "PHYLIP",
+    b">P1;q\nFIRST\nACDEF*\n": "PIR", b"#NEXUS\nbegin data;": "NEXUS", b" 12 345\nq ACDEF\n": "PHYLIP",
     b"!!AA_MULTIPLE_ALIGNMENT 1.0": "MSF", b"HMMER3/f [3.3]\nNAME x": "profile",
     b"HHsearch 1.5\nNAME x": "profile",
     b"{ \n  s_m_m2io_version\n": "Maestro", b"SEQUENCE: ACDEF\nSCORE: 1\n": "Rosetta",

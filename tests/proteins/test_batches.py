@@ -7,7 +7,7 @@ import torch
 
 from fusion_lab.training.errors import UserError
 from tests.support import GOING_ON
-from tests.tiny import model_of, settings_of, trainer_of
+from tests.tiny import settings_of, trainer_of
 from tiny_openfold.proteins import batches, contacts, structure_metrics
 from tiny_openfold.proteins.files import GAP, MASK, Protein
 from tiny_openfold.proteins.synthetic import match_contacts, synthetic_proteins
@@ -70,16 +70,6 @@ def test_masked_batch_lacks_the_last_quarter_of_the_last_sample():
     assert torch.equal(batch["msa_targets"][0], plain["msa_targets"][0])
     assert torch.equal(batch["msa_targets"][1, :7, :6], plain["msa_targets"][1, :7, :6])
     assert (batch["msa_targets"] >= 0).any() and torch.equal(batch["msa_tokens"], plain["msa_tokens"])
-
-
-def test_what_masks_leave_defined():
-    output = dict(msa_repr=torch.ones(1, 2, 3, 4), pair_repr=torch.ones(1, 3, 3, 5),
-                  distances=torch.ones(1, 3, 3), loss=torch.tensor(7.0))
-    batch = dict(seq_mask=torch.tensor([[1.0, 1, 0]]), row_mask=torch.tensor([[1.0, 0]]))
-    found = model_of().defined(output, batch)
-    assert found["msa_repr"][0].sum(-1).tolist() == [[4, 4, 0], [0, 0, 0]]
-    assert found["pair_repr"][0].sum(-1).tolist() == [[5, 5, 0], [5, 5, 0], [0, 0, 0]]
-    assert found["distances"][0].tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0]] and found["loss"] == 7
 
 
 # --- Real batches --------------------------------------------------------------------------------------
@@ -157,6 +147,20 @@ def test_evaluation_of_real_proteins_is_whole_clean_and_always_the_same():
             assert all(torch.equal(batch[key], other[key]) for key in batch) and "msa_targets" not in batch
             assert not (batch["msa_tokens"] == MASK).any()
         assert found[2][2]["coord_mask"][0].tolist() == [s != 3 for s in range(20)]
+
+
+def test_an_evaluation_has_the_families_for_validation_and_as_many_of_training(monkeypatch):
+    """At least FEW of these; where none validate, all."""
+    monkeypatch.setattr(batches, "FEW", 2)
+    source = real([family(f"t{i}") for i in range(6)], [family("u")])
+
+    def names():
+        return {key: [protein.name for protein, _ in group] for key, group in source.evaluation().items()}
+    assert names() == dict(training=[f"t{i}" for i in range(6)], held_out=["u"])
+    for validating in (1, 3):
+        source.validation = [family(f"v{i}") for i in range(validating)]
+        assert names() == dict(training=[f"t{i}" for i in range(validating + 1)],
+                               validation=[f"v{i}" for i in range(validating)], held_out=["u"])
 
 
 def test_held_out_families_are_named_or_a_share_of_them_rounded_up():

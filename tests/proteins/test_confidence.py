@@ -42,5 +42,5 @@ def test_plddt_lies_between_0_and_100_and_is_0_without_neighbours():
     found = confidence.plddt(torch.tensor([float("nan"), 0.0, 0.3, 0.5, 5.0]), -0.05, 1.2)
     assert found.tolist() == pytest.approx([0, 0, 31, 55, 100])
     assert confidence.plddt(torch.tensor([0.25])).item() == 25
-    low = confidence.plddt(torch.tensor([0.5, 0.6, 0.7]), uncertain=[1]).tolist()
-    assert low == pytest.approx([50, 60 * confidence.UNCERTAIN_SHARE, 70])
+    low = confidence.plddt(torch.tensor([0.5, 0.6, 0.7]), uncertain_share=0.8, uncertain=[1]).tolist()
+    assert low == pytest.approx([50, 48, 70])

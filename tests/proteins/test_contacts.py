@@ -43,7 +43,10 @@ def test_table_holds_every_pair(tmp_path):
     maps.write_table(tmp_path / "x.tsv", a_map(numbers=numbers, unseen=[0]))
     lines = (tmp_path / "x.tsv").read_text().splitlines()
     rows = {tuple(line.split("\t")[-2:]): line.split("\t")[:-2] for line in lines[1:]}
-    assert lines[0].split("\t") == list(maps.COLUMNS) and len(rows) == len(lines) - 1 == 14 * 13 // 2
+    assert lines[0].split("\t") == [  # what stands where in the rows below
+        "number_i", "number_j", "residue_i", "residue_j", "contact_probability",
+        "predicted_distance_angstrom", "true_distance_angstrom", "contact", "position_i", "position_j"]
+    assert len(rows) == len(lines) - 1 == 14 * 13 // 2
     assert rows["1", "14"] == ["", "18", "A", "Q", "0.9000", "12.00", "", "unknown"]
     assert rows["2", "13"] == ["5", "17", "C", "P", "0.7000", "12.00", "5.00", "yes"]
     assert rows["3", "4"] == ["6", "6A", "D", "E", "0.0000", "12.00", "10.00", "no"]
@@ -66,6 +69,8 @@ def test_a_picture_marks_right_and_wrong_pairs_and_what_is_missing():
     maps.dress(axis, found, "x")
     assert [bool(patch.get_hatch()) for patch in axis.patches] == 2 * [True]  # row and column
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["2", "10", "12", "14", "16", "18", "20"]
+    labels = [handle.get_label() for handle in maps.draw_contacts(Figure().subplots(), a_map())]
+    assert [label[-3:] for label in labels if "right" in label or "wrong" in label] == [": 3", ": 4"]
     maps.draw_contacts(beside, a_map(structure=False))
     assert not a_map(structure=False).missing.any()  # or all of it would be hatched
     assert np.asarray(beside.images[1].get_array())[0, 13] == pytest.approx(1 - 0.7 * 0.9)

@@ -52,14 +52,33 @@ def test_a_plan_is_what_switches_ask_for():
     assert Plan.of(tof.FusionConfig(enable_activation_checkpointing=True)) == Plan()
 
 
+@pytest.mark.parametrize("switch, names", [
+    ("attention", {"msa_row_attention", "msa_column_attention", "triangle_attn_starting",
+                   "triangle_attn_ending"}),
+    ("outer_layout", {"outer_product_mean"}), ("relu", {"msa_transition", "pair_transition"}),
+    ("triangle", {"triangle_mult_outgoing", "triangle_mult_incoming"})])
+def test_a_switch_lets_kernels_run_its_own_sub_layers(switch, names, monkeypatch):
+    monkeypatch.setattr(limits, "fits", lambda *given, **named: True)
+    monkeypatch.setattr(limits, "runs", lambda x: True)
+    block = block_of(tof.FusionConfig(**{f"enable_triton_{switch}": True}))
+    x = torch.empty(1, 64, 64, 8)
+    assert {name for name in tof.SUBLAYERS if getattr(block, name).takes(x)} == names
+
+
 @pytest.mark.parametrize("fusion", [ALL_TRITON, tof.FusionConfig(enable_selective_checkpointing=True)],
                          ids=["kernels", "recomputed"])
 def test_without_a_kernel_a_block_and_sub_layers_called_alone_compute_the_same(fusion):
-    """As on a CPU, where nothing has one. Alone they return their update; masks by place, by name or none."""
+    """As on a CPU, where nothing has one, with dropout too. Alone they return their update; masks by place,
+    by name or none."""
     (msa, pair), block, plain = inputs(), block_of(fusion), block_of(tof.FusionConfig())
     accuracy.shake(block)  # sub-layers begin with updates of 0
     plain.load_state_dict(block.state_dict())
-    assert all(map(torch.equal, block(msa, pair), plain(msa, pair)))
+    for block.dropout in (0.0, 0.5):
+        plain.dropout, outputs = block.dropout, []
+        for each in (block, plain):
+            torch.manual_seed(0)
+            outputs.append(each(msa, pair))
+        assert all(map(torch.equal, *outputs))
     seq_mask, row_mask = torch.tensor([[1.0] * 6 + [0]]), torch.tensor([[1.0, 1, 1, 0, 0]])
     seq, row = dict(seq_mask=seq_mask), dict(row_mask=row_mask)
     for name, given, masks in (

@@ -322,6 +322,15 @@ def test_of_places_that_fit_alike_the_near_one_is_taken():
     assert found.tolist() == [0, 1, 2, 3, 4, 5, -1, -1, -1, -1]
 
 
+@pytest.mark.parametrize("chain, expected", [("MKWW", [0, 1]), ("WWMK", [2, 3]), ("MK" + 300 * "W", [0, 1]),
+                                             (300 * "W" + "MK", [300, 301]), ("W" + "MK" + "W", [1, 2])])
+def test_ends_of_the_chain_beyond_the_query_are_free(chain, expected):
+    """However long they are: a gap within costs more than these two matches are worth."""
+    breaks = np.isin(np.arange(len(chain) + 1), (0, len(chain)))
+    found = align(files._tokens(b"MK"), files._tokens(chain.encode()), breaks, files.UNKNOWN)
+    assert found.tolist() == expected
+
+
 def test_a_long_query_does_not_match_by_chance(tmp_path):
     """With gaps of any length at one price, 50,000 random letters match 40 residues."""
     letters_ = np.random.default_rng(0).choice(list(files.AMINO_ACIDS), 50_040)

@@ -17,7 +17,7 @@ from tests.proteins.folds_at_hand import (
     turned,
 )
 from tiny_openfold.proteins import fold_energy as e
-from tiny_openfold.proteins import folding
+from tiny_openfold.proteins import folding, orientations
 from tiny_openfold.proteins.geometry import CA, CB, C, N
 
 
@@ -96,6 +96,27 @@ def test_distances_are_odds_against_the_mean_at_that_separation(monkeypatch):
             odds = (0.5 if j - i < 2 else 1) * np.log(mean + 1e-4) - np.log(p[i, j].numpy() + 1e-4)
             total += np.interp((points[0, j, 0] - points[0, i, 0]).item(), grid, odds)
     assert e.Distances(p, CENTRES)(points).item() == pytest.approx(total, abs=1e-4)
+
+
+def test_orientations_are_odds_against_the_mean_at_that_separation(monkeypatch):
+    """Times the chance that the two are near; half of it for omega, which both sides have alike."""
+    monkeypatch.setattr(e, "LOCAL", 2)
+    generator = torch.Generator().manual_seed(4)
+    p = {name: torch.randn(7, 7, count, generator=generator, dtype=torch.float64).softmax(-1)
+         for name, count in orientations.BINS.items()}
+    atoms = chain([(-60, -45), (-120, 130), (-100, 0), (60, 40), (-120, 130), (-60, -45), (-70, 140)])
+    total = 0.0
+    for name, angle in orientations.between(*(atoms[:, atom] for atom in (N, CA, CB))).items():
+        centres = orientations.FIRST[name] + math.radians(15) * (np.arange(p[name].shape[-1] - 1) + 0.5)
+        for i, j in itertools.permutations(range(7), 2):
+            own = p[name][i, j, 1:].numpy()  # bin 0 is far
+            mean = sum(p[name][k, m, 1:].numpy() for k, m in like(i, j, 7))
+            odds = np.log(own / (own.sum() + 1e-4) + 1e-4) - (0.5 if abs(j - i) < 2 else 1) * np.log(
+                mean / (mean.sum() + 1e-4) + 1e-4)
+            around = {} if name == "phi" else dict(period=2 * math.pi)
+            share = own.sum() * (0.5 if name == "omega" else 1)
+            total -= share * np.interp(angle[i, j].item(), centres, odds, **around)
+    assert e.Orientations(p)(atoms[None]).item() == pytest.approx(total, abs=1e-4)
 
 
 def test_the_plot_is_a_density_and_knows_glycine_and_proline():

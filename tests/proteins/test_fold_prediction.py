@@ -28,6 +28,8 @@ from tiny_openfold.proteins import (
     structure_metrics,
 )
 
+LINE = dict(intercept=0.0, slope=1.0, uncertain_share=0.84, measured_on="some")
+
 
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
@@ -117,7 +119,9 @@ def test_the_shortest_chains(setup, sequence, capsys):
     result = json.loads((setup / "fold" / "s.json").read_text())
     assert result["residues"] == len(result["plddt_by_residue"]) == len(sequence)
     said = capsys.readouterr()
-    assert said.err.count("warning: ") == 1 and json.loads(said.out.splitlines()[-1])["mode"] == "fold"
+    assert said.err == "" and said.out.count("does not say what this model was tested on") == 1
+    assert result["untested"] == "" and "OUTSIDE" not in "".join(lines)  # which only its card could say
+    assert json.loads(said.out.splitlines()[-1])["mode"] == "fold"
 
 
 def test_a_fold_that_is_not_finite_is_not_written(setup, monkeypatch):
@@ -129,15 +133,15 @@ def test_a_fold_that_is_not_finite_is_not_written(setup, monkeypatch):
 
 
 def test_plddt_is_lower_at_the_residues_of_low_confidence(monkeypatch):
-    """Residues 3, 4 and 24, counted from 1, keep 84% of what the others' distances promise."""
-    found, atoms = a_map()
+    """Residues 3, 4 and 24, counted from 1, keep what the card says of what the others' distances promise."""
+    found, _ = a_map()
     found.output.update(distogram_logits=certain(a_fold(), SEQUENCE))
     made = SimpleNamespace(atoms=a_fold().float(), energy=-2.0, terms={}, gap=0.5)
     monkeypatch.setattr(folding, "folded", lambda *given: made)
-    sure, unsure = (dict(low_confidence=low, rows_used=2, untested="", seconds={}, card={})
+    sure, unsure = (dict(low_confidence=low, rows_used=2, untested="", seconds={}, card=dict(plddt=LINE))
                     for low in ([], [3, 4, 24]))
     for result in (sure, unsure):
-        fold_prediction.found_fold(torch.arange(64) / 3 + 2, 0, found, result)
+        fold_prediction.fold_one(torch.arange(64) / 3 + 2, 0, found, result)
     shares = np.array(unsure["plddt_by_residue"]) / np.array(sure["plddt_by_residue"])
     assert shares == pytest.approx([0.84 if n in (3, 4, 24) else 1 for n in range(1, 25)], abs=1e-3)
 
@@ -159,6 +163,8 @@ def test_a_pdb_file_is_read_back_and_has_the_formats_columns(tmp_path):
     assert all(len(line) <= 80 for line in lines) and lines[-1] == f"{'END':80}"
     assert "\u00c9" in "".join(lines) and lines[-2].startswith("TER")  # a name keeps its letters
     assert [line[6:19] for line in lines if line[:6] == "SEQRES"] == ["   1 A   24  ", "   2 A   24  "]
+    serials = [int(line[6:11]) for line in lines if line.startswith(("ATOM", "TER"))]
+    assert serials == [*range(1, len(serials) + 1)]
     first = next(line for line in lines if line.startswith("ATOM"))
     assert first[12:16] == " N  " and first[60:66] == "  3.00" and first[76:78] == " N"
     pytest.importorskip("gemmi")
@@ -208,6 +214,7 @@ def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
     assert spread[0] > spread[1] > spread[2] and np.abs(places.mean(axis=0)).max() < 0.01
     tenths = np.frombuffer(base64.b64decode(data["distances"]), np.uint8).reshape(24, 24)
     assert tenths == pytest.approx(10 * distances.clip(0, 25.5), abs=0.51)
+    assert data["plddt"] == pytest.approx(np.linspace(20, 95, 24), abs=0.051)
     assert data["low"] == [2, 3] and data["numbers"] == [str(n) for n in range(1, 25)]
     assert data["secondary"].count("H") >= 12 and data["sequence"] == SEQUENCE
     assert "DATA NOTES &lt;/script&gt;&lt;b&gt;" in text and text.count("</script>") == 1

@@ -83,6 +83,8 @@ def test_frames_begin_on_the_trace_with_their_side_chains_outwards():
     rotation, place = folding.frames_along(strand)
     atoms = geometry.backbone(rotation, place)
     assert (atoms[..., 4, :] - strand).abs().max() < 1e-5
+    wild, _ = folding.frames_along(3 * torch.randn(4, 9, 3, generator=torch.Generator().manual_seed(0)))
+    torch.testing.assert_close(wild.det(), torch.ones(4, 9))  # turned, never mirrored
     along = strand[:, 2:] - strand[:, :-2]
     assert ((atoms[:, 1:-1, 2] - atoms[:, 1:-1, 0]) * along > 0).any(-1).all()
     outwards = 2 * strand[:, 1:-1] - strand[:, :-2] - strand[:, 2:]
@@ -98,8 +100,3 @@ def test_chosen_is_what_costs_least_with_its_hand():
     hands = [folding.best_of(potential, image[k:k + 2], SEQUENCE).energy for k in (0, 2)]
     assert found.gap > 1 and [found.energy + found.gap, found.energy] == pytest.approx(hands, abs=1e-5)
     assert torch.equal(folding.best_of(potential, image.flip(0), SEQUENCE).atoms, image[2])
-
-
-def test_residues_along_a_trace_are_turned_and_never_mirrored():
-    rotation, _ = folding.frames_along(3 * torch.randn(4, 9, 3, generator=torch.Generator().manual_seed(0)))
-    torch.testing.assert_close(rotation.det(), torch.ones(4, 9))

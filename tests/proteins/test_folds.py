@@ -24,6 +24,33 @@ def test_folds_are_chains_with_the_contacts_of_domains():
     assert not np.allclose(folds.Folds(4, 64).piece(np.random.default_rng(0)), pieces[0])
 
 
+def test_a_chain_goes_on_to_a_layers_next_helix_or_strand():
+    """Of eight that stand 10 Å apart; steps in any order have a mean of 30 Å."""
+    rng, positions = np.random.default_rng(0), [("e", 10.0 * i, 0.0) for i in range(8)]
+    routes = [folds.route(rng, positions) for _ in range(200)]
+    assert all(sorted(route) == [*range(8)] for route in routes)
+    assert 10 * np.abs(np.diff(routes, axis=1)).mean() == pytest.approx(15.5, abs=0.5)
+
+
+def test_helices_and_strands_are_centred_and_layouts_are_drawn_by_their_shares():
+    assert [piece(7)[:, 1].mean() for piece in (folds.helix, folds.strand)] == pytest.approx([0, 0])
+    rng, size = np.random.default_rng(0), 3000
+    drawn_slots = [folds.slots(rng, 100) for _ in range(size)]
+    assert max(abs(sum(x for _, x, _ in slots)) for slots in drawn_slots) < 1e-9
+    layers = [{(z, kind) for kind, _, z in slots} for slots in drawn_slots]
+    for layout in {*folds.LAYOUTS}:
+        heights = (np.arange(len(layout)) - (len(layout) - 1) / 2) * folds.LAYER_GAP
+        drawn = layers.count({*zip(heights.tolist(), layout, strict=True)}) / size
+        share = sum(one for one, other in zip(folds.SHARES, folds.LAYOUTS, strict=True) if other == layout)
+        assert drawn == pytest.approx(share, abs=0.04), layout
+
+
+def test_side_chains_of_helices_point_back_to_their_beginning():
+    """As nature's do. Ours are left-handed, of D-amino acids: a mirror image in both."""
+    ca = folds.helix(9)
+    assert ((folds.side_chains(ca) - ca)[1:-1] @ (ca[5] - ca[1]) < 0).all()
+
+
 # --- Real chains ----------------------------------------------------------------------------------------
 
 def chains(lengths, near=(), breaks=()):
@@ -112,7 +139,7 @@ def test_half_of_the_folds_are_real_and_a_step_is_always_the_same(tmp_path):
     assert (bins[~real] == UNKNOWN).all() and (bins[real][:, 20:] == UNKNOWN).all()
     off = ~torch.eye(20, dtype=torch.bool)
     assert (bins[real][:, :20, :20][:, off] >= 0).all()
-    unseen = [source.piece(np.random.default_rng(seed), True) for seed in range(99)]
+    unseen = [source.world.piece(np.random.default_rng(seed), True) for seed in range(99)]
     assert {round(p.backbone[0, CA, 1] / 8) for p in unseen if not p.known[-1]} == {0, 16, 32}
     plain = batches.open_source(settings_of(None)).batch(0)
     assert "orientations" not in plain and (plain["coord_mask"] == 1).all()
@@ -123,10 +150,12 @@ def test_what_cannot_be_used_is_one_line_each(tmp_path):
     (tmp_path / "text.npz").write_bytes(b"a b c")
     changed = dict(lacking={"index": None}, residues={"index": good["index"][1:]},
                    offset={"offset": good["offset"][::-1]}, related={"near_families": np.ones(4, bool)},
-                   missing={"xyz": np.where(np.arange(5)[:, None] == 2, MISSING, good["xyz"])})
+                   **{f"atom{k}": {"xyz": np.where(np.arange(5)[:, None] == k, MISSING, good["xyz"])}
+                      for k in range(5)})
     for name, change in changed.items():
         arrays = {key: value for key, value in (good | change).items() if value is not None}
         saved(tmp_path / f"{name}.npz", **arrays)
-    for name in ("absent", "text", *changed):
+    assert RealFolds(str(tmp_path / "atom3.npz"), 24)  # O alone may be missing
+    for name in {"absent", "text", *changed} - {"atom3"}:
         with pytest.raises(UserError, match=f"^--real-folds .*{name}.npz: [^\n]*$"):
             RealFolds(str(tmp_path / f"{name}.npz"), 24)

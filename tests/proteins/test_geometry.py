@@ -67,6 +67,12 @@ def test_residues_are_l_amino_acids_and_helices_right_handed():
     assert (o[:-4] - n[4:]).norm(dim=-1).tolist() == pytest.approx([2.95] * 10, abs=0.2)
 
 
+def test_atoms_in_one_place_have_no_direction_and_spoil_no_gradient():
+    point = torch.zeros(3, requires_grad=True)
+    g.unit(point).sum().backward()
+    assert g.unit(point).tolist() == [0, 0, 0] and point.grad.isfinite().all()
+
+
 def test_frames_move_with_the_chain():
     for atoms in (STRAND, turned(STRAND)):
         found = g.backbone(*g.frames_of(*(atoms[:, k] for k in range(3))))

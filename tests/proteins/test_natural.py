@@ -1,4 +1,6 @@
 """The world `natural`: its couplings, preferences, tree and gaps, and the batches of it."""
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -36,6 +38,41 @@ def test_couplings_are_of_two_sites_that_touch():
     assert not strength.triu(2).any() and not strength.diagonal().any()
 
 
+def test_a_coupling_by_hand():
+    """Nothing is drawn: hydrophobic letters seek their like, volumes and charges what they lack. Sites 0 and
+    5 are near; 0 and 3 half so, and near along the chain."""
+    def ones(*shape, **_):
+        return torch.ones(shape)
+    drawn = SimpleNamespace(uniform=torch.zeros, normal=ones, factor=ones)
+    distances = torch.full((1, 8, 8), 100.0)
+    distances[0, 0, 5], distances[0, 0, 3] = 6.0, 7.5
+    matrix = natural.couplings(drawn, distances).view(8, 20, 8, 20)
+    letters = np.array([natural.HYDROPHOBICITY, natural.VOLUME, natural.CHARGE]).T
+    letters = (letters - letters.mean(0)) / letters.std(0)
+    coupling = 0.6 * 0.45 * (letters * [1, -1, -1]) @ letters.T
+    for site, share in ((5, 1), (3, 0.5 * 0.8)):
+        assert matrix[0, :, site].numpy() == pytest.approx(share * coupling, abs=1e-5)
+        assert torch.equal(matrix[site, :, 0], matrix[0, :, site].T)
+
+
+def test_letters_are_drawn_by_their_probabilities():
+    draw, shares = natural.Draw(torch.Generator().manual_seed(0)), torch.tensor([0.7, 0.2, 0.1])
+    counts = draw.letters(shares.log().expand(20_000, 3)).bincount(minlength=3)
+    assert (counts / 20_000).tolist() == pytest.approx(shares.tolist(), abs=0.015)
+
+
+def test_rows_take_the_letters_drawn_as_often_as_they_accept_them():
+    """Letter 7 is all but sure at every site; of three rows one accepts all, one half and one nothing."""
+    draw = natural.Draw(torch.Generator().manual_seed(0))
+    logits, before = torch.zeros(1, 1, 50, 20), torch.zeros(1, 3, 50, dtype=torch.long)
+    logits[..., 7] = 50.0
+    accepted = torch.tensor([1.0, 0.5, 0.0])[None, :, None]
+    rows = natural.evolve(draw, before, 1, torch.zeros(1, 1000, 1000), logits, accepted)
+    assert (rows == 7).sum(2)[0].tolist() == [20, pytest.approx(10, abs=6), 0]  # a sweep: 40% of the sites
+    rows = natural.evolve(draw, before, 40, torch.zeros(1, 1000, 1000), logits, accepted)
+    assert (rows == 7).sum(2).tolist() == [[50, 50, 0]]
+
+
 @pytest.mark.gpu
 def test_the_world_in_a_cuda_graph_follows_its_seed():
     coords = torch.randn(2, 32, 3).cumsum(1) * 3
@@ -64,6 +101,6 @@ def test_natural_batches_are_a_function_of_their_step():
 
 def test_held_out_folds_are_others_than_those_that_are_trained_on():
     source = batches.open_source(settings_of(seq_len=12, synthetic_world="natural"))
-    held_out = list(source.evaluation()["held_out"])
-    assert len(held_out) == 16 and source.unseen.made and not source.folds.made
-    assert all((source.folds.chain(n)[:12] != chain[:12]).any() for n, chain in source.unseen.made.items())
+    held_out, world = list(source.evaluation()["held_out"]), source.world
+    assert len(held_out) == 16 and world.unseen.made and not world.folds.made
+    assert all((world.folds.chain(n)[:12] != chain[:12]).any() for n, chain in world.unseen.made.items())

@@ -25,7 +25,8 @@ from tiny_openfold.proteins.relatives import Depth
 
 SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVGH"
 FLAGS = ["--resume", "m.pt", "--device", "cpu", "-o", "out"]
-CARD = dict(about="for tests", scores=[0.5, None])
+TESTED = dict(effective_rows=100, residues=[40, 409])
+CARD = dict(about="for tests", scores=[0.5, None], tested=TESTED)
 
 
 @pytest.fixture(autouse=True)
@@ -154,8 +155,12 @@ def test_how_many_rows_the_model_saw_is_told(tmp_path, monkeypatch):
     alignment = an_alignment(tmp_path / "x.a3m")
     save_model(tmp_path / "m.pt", model_of(coevolution="couplings"), {})
     monkeypatch.chdir(tmp_path)
+    asked = []  # for memory
+    monkeypatch.setattr(prediction, "forewarn", lambda config, *given: asked.append(vars(config)))
     assert run("--contacts", alignment, *FLAGS, "--eval-seqs", 5) == 0
     found = json.loads((tmp_path / "out" / "x.json").read_text())
+    for sizes in (*asked, found["model_config"]):
+        assert (sizes["num_seqs"], sizes["seq_len"]) == (5, len(SEQUENCE)) and len(asked) == 1
     assert (found["rows"], found["rows_used"], found["extra_rows_used"]) == (20, 5, 20)
     assert "--eval-seqs 5" in found["command"] and "--seed" not in found["command"]  # what was given
     # depth is that of all rows that the model reads
@@ -257,6 +262,7 @@ def test_a_directory_that_another_prediction_writes_into_is_refused(mode, tmp_pa
 
 @pytest.mark.parametrize("card", [
     dict(plddt=dict(slope=1.0)), dict(plddt=dict(intercept="x", slope=1.0, measured_on="")), dict(plddt=[1]),
+    dict(tested=[1]), dict(tested=dict(effective_rows=100, residues=40)),
     dict(about=torch.zeros(1)), dict(trained_on=5), dict(trained_on=[5]), dict(sequences=5),
     dict(sequences=["MK"]), dict(sequences={"a": []}), dict(sequences={"a": ["mk"]})])
 def test_a_card_that_says_nonsense_is_named(card, tmp_path, model_file, capsys):
@@ -317,9 +323,6 @@ def test_positions_count_the_residues_of_the_query(tmp_path, model_file, capsys)
     for row in (tmp_path / "out" / "x.tsv").read_text().splitlines()[1:]:
         i, j, first, second, *_, place_i, place_j = row.split("\t")
         assert (i, j, first, second) == (place_i, place_j, sequence[int(i) - 1], sequence[int(j) - 1])
-    assert run("--fold", tmp_path / "x.fasta", *FLAGS, "--query", "q") == 0
-    atoms = [line for line in (tmp_path / "out" / "x.pdb").read_text().splitlines() if line[12:16] == " CA "]
-    assert [int(line[22:26]) for line in atoms] == [*range(1, 11)] and "UNK" in atoms[2]
 
 
 def test_residues_without_rows_are_named_on_the_screen_and_in_every_file(
@@ -335,7 +338,8 @@ def test_residues_without_rows_are_named_on_the_screen_and_in_every_file(
     (tmp_path / "x.a3m").write_text("".join(f">{i}_consensus\n{row}\n" for i, row in enumerate(rows)))
     assert run("--contacts", tmp_path / "x.a3m", *FLAGS) == 0
     result = json.loads((tmp_path / "out" / "x.json").read_text())
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.startswith("warning: 61 effective rows (") and err.count("\n") == 1
     assert result["low_confidence"] == [*range(21, 29)] and "residues 21-28" in out
     assert out.count("0_consensus, is the consensus") == 1
     assert "8 of 34 columns have fewer than 30 effective rows" in out

@@ -15,7 +15,9 @@ from fusion_lab.training.models import read_model
 from tests.proteins import structures
 from tests.support import require_shared
 from tests.tiny import flags_of, model_of, save_model
+from tiny_openfold.models import UNCERTAIN_SHARE, completed
 from tiny_openfold.proteins import files, prediction, relatives
+from tiny_openfold.proteins.confidence import line_of
 from tiny_openfold.proteins.files import AMINO_ACIDS, GAP, LETTERS, UNKNOWN
 from tiny_openfold.proteins.relatives import Depth, learned_from, local_scores, nearest, profile, relative
 
@@ -66,8 +68,8 @@ def test_many_rows_that_are_all_fragments_leave_every_residue_uncertain(capsys):
         msa[quarter::4, 50 * quarter:50 * quarter + 50] = rng.integers(0, 20, (26, 50))
     msa[0] = np.arange(200) % 20
     batch = dict(msa_tokens=torch.from_numpy(msa)[None])
-    depth, _ = prediction.judge(files.Protein("x", msa, None), batch, {})
-    assert depth.untested == "" and depth.uncertain == [*range(200)]
+    depth, untested, _ = prediction.judge(files.Protein("x", msa, None), batch, {}, (100.0, 40, 409))
+    assert untested == "" and depth.uncertain == [*range(200)]
     assert "residues 1-200" in capsys.readouterr().out
 
 
@@ -76,8 +78,10 @@ def test_many_rows_that_are_all_fragments_leave_every_residue_uncertain(capsys):
     (1.2, 1, ["1 effective row ", "1 residue "]),
     (12, 12, ["12 effective rows", "12 residues"])])
 def test_what_was_not_tested_is_named(effective, residues, words):
-    untested = Depth(300, effective, 1.0, (), residues).untested
+    depth = Depth(300, effective, 1.0, (), residues)
+    untested = depth.untested((100.0, 40, 409))
     assert bool(untested) is bool(words) and all(word in untested for word in words)
+    assert depth.untested(relatives.tested_on({})) == ""  # of a model whose card does not say it
 
 
 def test_a_relative_is_found_by_its_sequence_whatever_its_name():
@@ -103,6 +107,13 @@ def test_an_e_value_counts_what_chance_finds_among_as_many(monkeypatch):
         assert (name, e_value) == ("f2", pytest.approx(count * 3.059e-8, rel=1e-3))
 
 
+def test_the_distribution_of_scores_by_chance_is_fitted():
+    """P(score > x) is 1 - exp(-0.02 * length * exp(-0.3 * x))."""
+    rng, lengths = np.random.default_rng(0), np.repeat([50, 200], 10_000)
+    scores = -np.log(-np.log(rng.random(20_000)) / (0.02 * lengths)) / 0.3
+    assert relatives.fitted(scores, lengths) == pytest.approx((0.3, 0.02), rel=0.03)
+
+
 def test_families_without_sequences_leave_it_open_whether_there_is_a_relative():
     query, known = tokens(UBIQUITIN)[None], dict(ubiquitin=[UBIQUITIN])
     for card, expected in (({}, (None, False)), (dict(trained_on=["q"]), ("q", True)),
@@ -120,10 +131,12 @@ def test_a_family_is_known_by_its_query_and_its_consensus():
 
 
 def test_the_shipped_model_knows_its_families_by_sequence():
-    card = read_model(prediction.MODEL, tof.PROGRAM).card
+    card = completed(read_model(prediction.MODEL, tof.PROGRAM).card)
     assert set(card["sequences"]) == set(card["trained_on"])
     assert relative(tokens(UBIQUITIN)[None], "x", card)["trained"]  # 2BWF_A is a ubiquitin-like domain
     assert {"bins", "error", "pairs"} <= set(card["calibration"])
+    assert relatives.tested_on(card) == (100, 40, 409) and line_of(card)[2] == UNCERTAIN_SHARE == 0.84
+    assert line_of({}) == (0, 1, 1, None)
 
 
 # --- Alignment of a profile ------------------------------------------------------------------------------
@@ -160,6 +173,7 @@ def test_scores_are_those_of_smith_and_waterman():
     found = local_scores(columns, sequences)
     assert found == pytest.approx([slow_score(columns, sequence) for sequence in sequences])
     assert found[1] > found[5] + 10 and found[2] > found[5] + 10  # across the gap
+    assert found[0] - found[1] == 11 + 3  # what BLAST asks for a gap of three
     assert local_scores(columns, [*[query[:1]] * 30_000, inserted])[-1] == found[1]  # whatever comes before
 
 
@@ -202,15 +216,6 @@ def setup(tmp_path, monkeypatch):
     (tmp_path / "x.a3m").write_text(f">q\n{UBIQUITIN}\n")
 
 
-def test_a_relative_and_what_was_not_tested_are_said(setup, tmp_path, capsys):
-    assert tof.main(["--contacts", "x.a3m", "--resume", "m.pt", "--device", "cpu"]) == 0
-    out, err = capsys.readouterr()
-    assert err.startswith("warning: 1 effective row (") and err.count("\n") == 1
-    assert "The model was trained on a relative, z (E-value " in out
-    result = json.loads((tmp_path / "contacts" / "x.json").read_text())
-    assert result["trained_on"] is True and result["relative"]["name"] == "z" and result["coverage"] == 1
-
-
 def test_a_tuned_model_knows_the_relatives_of_both_trainings(setup, tmp_path, capsys):
     """Those that its first model was trained on, and its own under any file name; so does a resumed run."""
     pytest.importorskip("gemmi")
@@ -226,3 +231,5 @@ def test_a_tuned_model_knows_the_relatives_of_both_trainings(setup, tmp_path, ca
         capsys.readouterr()
         assert tof.main(["--contacts", path, "--resume", "tuned.pt", "--device", "cpu"]) == 0
         assert f"trained on a relative, {name} (E-value" in capsys.readouterr().out
+        result = json.loads((tmp_path / "contacts" / f"{path[0]}.json").read_text())
+        assert result["trained_on"] is True and result["relative"]["name"] == name and result["coverage"] == 1

@@ -75,14 +75,14 @@ def _clustal_records(path, data):
 def _alignments(path, data, records):
     """[(names, rows as written)] of the alignments of a file: '//' or a NUL byte ends one. Those that begin
     with the same sequence are one, as a search of several databases writes them."""
-    found = {}
+    by_first_row = {}
     for part in re.split(rb"\0|(?m:^//[ \t]*$)", data):
         names, rows = records(path, part)
         if rows:
-            same = found.setdefault(rows[0], ([], []))
+            same = by_first_row.setdefault(rows[0], ([], []))
             same[0].extend(names)
             same[1].extend(rows)
-    return list(found.values())
+    return list(by_first_row.values())
 
 
 def parse_alignment(path, query=None):
@@ -128,10 +128,10 @@ def _require_letters(path, names, rows):
 
 
 def _columns(path, names, rows, number, form):
-    """Rows as written -> rows of one length. A3M deletes lowercase letters and '.', unless '.' is its gap, as
-    it is where no row has lowercase. A file not called A3M is one if only that makes its rows equal; else its
-    rows are aligned as they stand. The query has no insertions: lowercase in it is masking, or there are
-    columns for it, or it is an error."""
+    """Rows as written -> rows of one length. In A3M, lowercase letters are insertions, which have no column,
+    and '.' pads them; where no row has lowercase, '.' is a gap. Other files are read as they stand, or as A3M
+    if only that makes their rows equal. The query has no insertions: its lowercase letters are masked
+    residues, and an error if other rows have no column for them."""
     lower = [form.inserts and row != row.upper() for row in rows]
     a3m = [LOWERCASE + b".", LOWERCASE]
     if not any(lower):
@@ -245,7 +245,7 @@ class Format(NamedTuple):
     begins: bytes      # how its files begin, behind comments: a pattern
     suffixes: tuple    # of its files in directories
     records: Callable  # (path, data) -> (names, rows as written)
-    inserts: bool      # lowercase may be insertions, which have no column
+    inserts: bool = False  # lowercase may be insertions, which have no column
 
     def fits(self, data):
         head = re.match(rb"(?i)(?:[\s\0]+|#(?!\s*STOCKHOLM|=).*)*", data)
@@ -256,7 +256,7 @@ FORMATS = (
     Format("A3M", rb">", (".a3m", ".a2m"), _fasta_records, True),
     Format("aligned FASTA", rb">|\Z", (".fasta", ".fa", ".fas", ".faa", ".afa", ".msa"), _fasta_records,
            True),
-    Format("Stockholm", rb"#\s*STOCKHOLM|#=G", (".sto", ".stk", ".stockholm"), _block_records, False),
+    Format("Stockholm", rb"#\s*STOCKHOLM|#=G", (".sto", ".stk", ".stockholm"), _block_records),
     Format("Clustal", rb"(?:CLUSTAL|MUSCLE)\b|(?:.*\n(?:[ \t]*\n)+)?" + ROW + rb"\n" + ROW + rb"(?:\n|\Z)",
-           (".aln", ".clustal", ".clw"), _clustal_records, False))
+           (".aln", ".clustal", ".clw"), _clustal_records))
 ALIGNMENT = f"an alignment in {', '.join(known.name for known in FORMATS[:-1])} or {FORMATS[-1].name} format"

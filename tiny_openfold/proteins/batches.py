@@ -34,8 +34,8 @@ FEW = 8  # training families, at least, that an evaluation looks at beside those
 def corrupt(rng, msa, row_mask=None, part=(0, 1)):
     """AF2's masked-MSA task (supplement 1.2.7): of 15% of the positions, 10% become a random amino acid, 10%
     one drawn from their column, 10% stay, 70% are masked. Returns (corrupted, targets), targets -100
-    elsewhere; both (B, N, S). Rows that row_mask (B, N) marks as missing stand last and are not drawn. Of the
-    numbers for the samples of several ranks these samples take those of their part, (rank, ranks)."""
+    elsewhere; both (B, N, S). Rows that row_mask (B, N) marks as missing stand last and are not drawn. With
+    several ranks, numbers are drawn for the samples of all, and these take their part, (rank, ranks)."""
     own, size = slice(part[0] * len(msa), (part[0] + 1) * len(msa)), (part[1] * len(msa), *msa.shape[1:])
     chosen, kind = rng.random(size)[own] < 0.15, rng.random(size)[own]
     chosen &= msa != MASK
@@ -95,94 +95,42 @@ class Proteins(Data):
         evaluation.closing(trainer, self, evaluations)
 
 
+HELD_OUT, TRAINED_ON = range(16), range(16, 32)  # numbers of built-in proteins; training goes on from 16
+
+
 class SyntheticProteins(Proteins):
-    """The built-in proteins: an endless supply for training, a fixed set that training never sees."""
-    HELD_OUT, TRAINED_ON = range(16), range(16, 32)
+    """The built-in proteins of a world: an endless supply for training, a fixed set that training never
+    sees."""
 
     def __init__(self, settings):
         super().__init__(settings)
-        self.names, self.held_out = [], [f"synthetic-{i}" for i in self.HELD_OUT]
+        world = NaturalWorld if self.training.synthetic_world == "natural" else PairedWorld
+        self.world, self.kept = world(self.training, self.config.seq_len), {}
+        self.names, self.held_out = [], [f"synthetic-{i}" for i in HELD_OUT]
 
     def describe(self):
         idle = "; they have no backbone, so --orientations learns nothing from them"
-        return (f"synthetic proteins ({self.training.synthetic_world}), {len(self.HELD_OUT)} held out"
-                f"{idle * (self.config.orientations and self.training.real_folds is None)}")
-
-    def draw(self, indices):
-        """Alignments (B, rows, S) and folds.Piece of the proteins of these numbers."""
-        msa, coords = synthetic_proteins(self.training.seed, indices, max(self.config.num_seqs, self.extra),
-                                         self.config.seq_len)
-        return msa, Piece.of(coords)
+        return (f"synthetic proteins ({self.training.synthetic_world}), {len(HELD_OUT)} held out"
+                f"{idle * (self.config.orientations and self.training.real_folds is None)}{self.world}")
 
     def make(self, indices, rng=None, clean=False, part=(0, 1)):
-        msa, fold = self.draw(indices)
-        return assemble(rng, msa[:, :self.config.num_seqs], fold.coords, fold.known, clean=clean, part=part,
+        """A batch of the proteins of these numbers."""
+        num_seqs = self.config.num_seqs
+        msa, fold = self.world.draw(indices, num_seqs, max(num_seqs, self.extra), not clean)
+        return assemble(rng, msa[:, :num_seqs], fold.coords, fold.known, clean=clean, part=part,
                         extra=msa[:, :self.extra] if self.extra else None,
                         backbone=fold.backbone if self.config.orientations else None)
 
     def part(self, step, rank, size):
         """The samples of one of `size` ranks, which together have those of batch(step)."""
         count = self.training.batch_size // size
-        first = self.TRAINED_ON.start + step * self.training.batch_size + rank * count
+        first = TRAINED_ON.start + step * self.training.batch_size + rank * count
         return self.make(range(first, first + count), np.random.default_rng((self.training.seed, step, 1)),
                          part=(rank, size))
 
     def evaluation(self):
         """{"training": ..., "held_out": ...}, each an iterator over (Protein, batch of one)."""
-        return dict(training=self.one_by_one(self.TRAINED_ON), held_out=self.one_by_one(self.HELD_OUT))
-
-    def one_by_one(self, indices):
-        for i in indices:
-            batch = self.make([i], clean=True)
-            yield as_protein(f"synthetic-{i}", batch), batch
-
-
-class NaturalProteins(SyntheticProteins):
-    """The world `natural`. Its alignments are made on a CUDA GPU beside the training, else on the CPU, each
-    rank's by themselves, and differ in depth: extra_msa has all rows, or a half, a quarter or an eighth of
-    them. A seed gives the same ones every time on one kind of device, and others on another. In an evaluation
-    "training" are new alignments of folds that are trained on, "held_out" are other folds. With --real-folds
-    half of the folds are pieces of real chains."""
-    REAL = 0.5
-
-    def __init__(self, settings):
-        super().__init__(settings)
-        device, self.graphed = choose_device(self.training.device), None
-        self.device = device if device.type == "cuda" else torch.device("cpu")
-        length, path = self.config.seq_len, self.training.real_folds
-        self.folds, self.unseen = (Folds(self.training.seed + other, length) for other in (0, 1))
-        self.real = RealFolds(path, length) if path else None
-        self.kept, self.count = {}, self.training.batch_size
-
-    def describe(self):
-        return super().describe() + (f"; {self.REAL:.0%} of the folds are {self.real}" if self.real else "")
-
-    def part(self, step, rank, size):
-        self.count = self.training.batch_size // size
-        return super().part(step, rank, size)
-
-    def draw(self, indices):
-        key = (self.training.seed, indices[0])
-        rng, rows = np.random.default_rng(key), max(self.config.num_seqs, self.extra)
-        pieces = [self.piece(rng, indices[0] in self.HELD_OUT) for _ in indices]
-        fold = Piece(*map(np.stack, zip(*pieces, strict=True)))
-        seed, coords = int(rng.integers(2 ** 62)), torch.from_numpy(fold.coords)
-        msa = self.align(seed, coords, rows).numpy().astype(np.int64)
-        msa[:, max(rows >> int(rng.integers(4)), min(self.config.num_seqs, rows)):] = GAP
-        return msa, fold
-
-    def piece(self, rng, held_out):
-        if self.real and rng.random() < self.REAL:
-            return self.real.piece(rng, held_out)
-        return Piece.of((self.unseen if held_out else self.folds).piece(rng))
-
-    def align(self, seed, coords, rows):
-        if self.device.type == "cuda" and len(coords) == self.count:
-            if self.graphed is None:
-                self.graphed = GraphedWorld(self.device, coords, rows)
-            return self.graphed(seed, coords)
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return natural_alignments(generator, coords.to(self.device), rows).cpu()
+        return dict(training=self.one_by_one(TRAINED_ON), held_out=self.one_by_one(HELD_OUT))
 
     def one_by_one(self, indices):
         if indices not in self.kept:
@@ -190,6 +138,66 @@ class NaturalProteins(SyntheticProteins):
         for k, i in enumerate(indices):
             batch = {key: value[k:k + 1] for key, value in self.kept[indices].items()}
             yield as_protein(f"synthetic-{i}", batch), batch
+
+
+class PairedWorld:
+    """The world `paired` of synthetic.py: every protein follows from the seed and its own number."""
+
+    def __init__(self, training, length):
+        self.seed, self.length = training.seed, length
+
+    def __str__(self):
+        return ""
+
+    def draw(self, indices, least, rows, graphed):
+        """Alignments (B, rows, length), of which the first `least` rows are never gaps alone, and folds.Piece
+        of the proteins of these numbers. graphed: a CUDA graph may make them."""
+        msa, coords = synthetic_proteins(self.seed, indices, rows, self.length)
+        return msa, Piece.of(coords)
+
+
+class NaturalWorld:
+    """The world `natural`. Its alignments are made on a CUDA GPU beside the training, else on the CPU, each
+    rank's by themselves, and differ in depth: extra_msa has all rows, or a half, a quarter or an eighth of
+    them. A seed gives the same ones every time on one kind of device, and others on another. In an evaluation
+    "training" are new alignments of folds that are trained on, "held_out" are other folds. With --real-folds
+    half of the folds are pieces of real chains."""
+    REAL = 0.5
+
+    def __init__(self, training, length):
+        device, path = choose_device(training.device), training.real_folds
+        self.seed, self.graph = training.seed, None
+        self.device = device if device.type == "cuda" else torch.device("cpu")
+        self.folds, self.unseen = (Folds(self.seed + other, length) for other in (0, 1))
+        self.real = RealFolds(path, length) if path else None
+
+    def __str__(self):
+        return f"; {self.REAL:.0%} of the folds are {self.real}" if self.real else ""
+
+    def draw(self, indices, least, rows, graphed):
+        """As PairedWorld.draw()."""
+        rng = np.random.default_rng((self.seed, indices[0]))
+        pieces = [self.piece(rng, indices[0] in HELD_OUT) for _ in indices]
+        fold = Piece(*map(np.stack, zip(*pieces, strict=True)))
+        seed, coords = int(rng.integers(2 ** 62)), torch.from_numpy(fold.coords)
+        msa = self.align(seed, coords, rows, graphed).numpy().astype(np.int64)
+        msa[:, max(rows >> int(rng.integers(4)), min(least, rows)):] = GAP
+        return msa, fold
+
+    def piece(self, rng, held_out):
+        if self.real and rng.random() < self.REAL:
+            return self.real.piece(rng, held_out)
+        return Piece.of((self.unseen if held_out else self.folds).piece(rng))
+
+    def align(self, seed, coords, rows, graphed):
+        """(B, rows, length) tokens on the CPU; the graph is that of the first training batch's shape."""
+        if graphed and self.device.type == "cuda":
+            if self.graph is None:
+                self.graph = GraphedWorld(self.device, coords, rows)
+            if self.graph.coords.shape == coords.shape:
+                return self.graph(seed, coords)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return natural_alignments(generator, coords.to(self.device), rows).cpu()
 
 
 def as_protein(name, batch):
@@ -334,8 +342,7 @@ def assembled(rng, samples, clean=False):
 def open_source(settings):
     """The proteins that the flags ask for. Raises UserError, also where --plot-contacts cannot be obeyed."""
     training = settings.training
-    built_in = NaturalProteins if training.synthetic_world == "natural" else SyntheticProteins
-    source = (RealProteins if training.data or training.msa else built_in)(settings)
+    source = (RealProteins if training.data or training.msa else SyntheticProteins)(settings)
     if training.plot_contacts:
         evaluation.require_plots(training.plot_contacts, source.held_out)
     return source

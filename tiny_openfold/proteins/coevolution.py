@@ -53,15 +53,15 @@ def inverse(matrix):
     scale = scale[:, :, None] * scale[:, None]
     matrix = matrix * scale
     bound = matrix.abs().sum(2).amax(1)[:, None, None]  # of the eigenvalues
-    found = torch.eye(matrix.shape[1], device=matrix.device) / bound
+    estimate = torch.eye(matrix.shape[1], device=matrix.device) / bound
     before = tf32_products()
     try:
         for step in range(COARSE + FINE):
             set_tf32_products(step < COARSE)
-            found = torch.baddbmm(found, found, matrix @ found, beta=2, alpha=-1)
+            estimate = torch.baddbmm(estimate, estimate, matrix @ estimate, beta=2, alpha=-1)
     finally:
         set_tf32_products(before)
-    return (found + found.transpose(1, 2)) / 2 * scale
+    return (estimate + estimate.transpose(1, 2)) / 2 * scale
 
 
 def direct_couplings(single, pairs, seq_mask):
@@ -76,10 +76,10 @@ def direct_couplings(single, pairs, seq_mask):
     linked = (seq_mask[:, :, None] * seq_mask[:, None]).clamp(min=torch.eye(size, device=single.device))
     covariance = (pairs - single[..., None, None] * single[:, None, None]) * linked[:, :, None, :, None]
     covariance = covariance[:, :, :-1, :, :-1].reshape(len(single), size * (Q - 1), size * (Q - 1))
-    found = pairs.new_zeros(pairs.shape)
-    found[:, :, :-1, :, :-1] = -inverse(covariance).unflatten(2, (size, Q - 1)).unflatten(1, (size, Q - 1))
-    return (found - found.mean(2, keepdim=True) - found.mean(4, keepdim=True)
-            + found.mean((2, 4), keepdim=True))
+    tables = pairs.new_zeros(pairs.shape)
+    tables[:, :, :-1, :, :-1] = -inverse(covariance).unflatten(2, (size, Q - 1)).unflatten(1, (size, Q - 1))
+    return (tables - tables.mean(2, keepdim=True) - tables.mean(4, keepdim=True)
+            + tables.mean((2, 4), keepdim=True))
 
 
 def strengths(tables, residues):

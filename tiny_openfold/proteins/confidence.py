@@ -9,26 +9,24 @@ import torch
 
 from tiny_openfold.proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
 
-# Of what is expected, where there are next to no rows: 390 such residues of the families that the shipped
-# model's line was fitted to have a mean pLDDT of 46 and an lDDT-CA of 39.
-UNCERTAIN_SHARE = 0.84
-
 
 def line_of(card):
-    """(intercept, slope, what it was measured on) of the line from expected to measured lDDT-CA in a model's
-    card; (0, 1, None) where there is none. Raises KeyError, TypeError or ValueError for what is no line."""
+    """(intercept, slope, share of it at uncertain residues, data that it was measured on) of the line from
+    expected to measured lDDT-CA in a model's card; (0, 1, 1, None) where there is none. Raises
+    AttributeError, KeyError, TypeError or ValueError for what is no line."""
     line = card.get("plddt") or dict(intercept=0.0, slope=1.0, measured_on=None)
-    return float(line["intercept"]), float(line["slope"]), line["measured_on"]
+    share = line.get("uncertain_share", 1.0)
+    return float(line["intercept"]), float(line["slope"]), float(share), line["measured_on"]
 
 
 def expected_lddt(probability, centres, anchors):
     """(L,) lDDT that a fold would have if the distogram were true; NaN where no neighbour is probable.
     probability (L, L, bins), centres (bins,) Å, anchors (L, 3): the atoms that the distogram is about."""
-    found = torch.cdist(anchors[None], anchors[None])[0]
-    weight, kept = torch.zeros_like(found), torch.zeros_like(found)
+    distances = torch.cdist(anchors[None], anchors[None])[0]
+    weight, kept = torch.zeros_like(distances), torch.zeros_like(distances)
     for bin_, centre in enumerate(centres.tolist()):  # each alone, or long chains would not fit
         if centre < LDDT_RADIUS:
-            chance, error = probability[..., bin_], (found - centre).abs()
+            chance, error = probability[..., bin_], (distances - centre).abs()
             weight += chance
             held = sum((error < cutoff).to(chance.dtype) for cutoff in LDDT_CUTOFFS)
             kept += chance * held / len(LDDT_CUTOFFS)
@@ -38,9 +36,9 @@ def expected_lddt(probability, centres, anchors):
     return torch.where(total > 0.5, kept.sum(1) / total, float("nan"))  # half a neighbour is none
 
 
-def plddt(expected, intercept=0.0, slope=1.0, uncertain=()):
+def plddt(expected, intercept=0.0, slope=1.0, uncertain_share=1.0, uncertain=()):
     """(L,) 0 to 100, as in a B-factor column; 0 where nothing can be expected. uncertain: residues, from 0,
-    for which there are next to no rows."""
-    found = (100 * (intercept + slope * expected)).clamp(0, 100).nan_to_num(0)
-    found[list(uncertain)] *= UNCERTAIN_SHARE
-    return found
+    for which there are next to no rows, and which keep uncertain_share of it."""
+    percent = (100 * (intercept + slope * expected)).clamp(0, 100).nan_to_num(0)
+    percent[list(uncertain)] *= uncertain_share
+    return percent

@@ -29,7 +29,7 @@ def run_model(model, batch, device, dtype=None, wanted=MAPS):
 
 @dataclass
 class Prediction:
-    """A protein of L residues and what the model found for it; what pictures, tables and figures are made
+    """A protein of L residues and what the model says of it; what pictures, tables and figures are made
     of."""
     protein: Protein  # its coordinates are NaN where there is no structure
     output: dict      # of run_model()

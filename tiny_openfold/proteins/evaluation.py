@@ -29,9 +29,9 @@ def evaluate(trainer, source, stop):
                     break
                 if batch["coord_mask"].sum() <= SEPARATION:
                     continue
-                found = Prediction(protein, run_model(trainer.model, batch, trainer.device))
-                results[group][protein.name] = dict(
-                    found.precision, lddt=distance_lddt(found.output["distances"], *found.coords))
+                prediction = Prediction(protein, run_model(trainer.model, batch, trainer.device))
+                lddt = distance_lddt(prediction.output["distances"], *prediction.coords)
+                results[group][protein.name] = dict(prediction.precision, lddt=lddt)
     validated = results.get("validation")
     return Evaluation(contact_line(results), scores(results), means(validated)["p_l2"] if validated else None,
                       results)
@@ -51,7 +51,7 @@ def scores(evaluation):
 
 
 def contact_line(evaluation):
-    """What an evaluation found, in a line."""
+    """An evaluation in a line."""
     parts = ["{} P(L/2) {p_l2:.3f} P(L) {p_l:.3f} chance {chance:.3f} lDDT {lddt:.3f} ({})".format(
         group.replace("_", "-"), counted(len(proteins), "protein"), **means(proteins))
         for group, proteins in evaluation.items() if proteins]
@@ -88,8 +88,8 @@ def write_maps(trainer, source, paths):
     with evaluating(trainer.model):
         for protein, batch in source.evaluation()["held_out"]:
             if protein.name in paths:
-                found = Prediction(protein, run_model(trainer.model, batch, trainer.device))
-                write_map(paths[protein.name], found)
+                prediction = Prediction(protein, run_model(trainer.model, batch, trainer.device))
+                write_map(paths[protein.name], prediction)
 
 
 def require_plots(directory, names):
@@ -103,9 +103,9 @@ def require_plots(directory, names):
         raise UserError(f"--plot-contacts {directory}: it holds {min(there)} already; name another one")
 
 
-def write_map(path, found):
+def write_map(path, prediction):
     """The files of a Prediction. A failure is a line on stderr: a picture must not cost a run its summary,
     and whatever is wrong with one may be right with the next."""
-    with spared(f"contact map of {found.protein.name!r}"):
+    with spared(f"contact map of {prediction.protein.name!r}"):
         for suffix, write in WRITERS.items():
-            write(path + suffix, found)
+            write(path + suffix, prediction)

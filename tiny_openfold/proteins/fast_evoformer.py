@@ -45,9 +45,7 @@ def gpu_products(x):
     return "float32" if x.is_cuda and strict_float32(product_dtype(x)) else None
 
 
-# --------------------------------------------------------------------------------------------------------
-# Sub-layers
-# --------------------------------------------------------------------------------------------------------
+# --- Sub-layers -----------------------------------------------------------------------------------------
 
 
 def no_dropout(x):
@@ -213,9 +211,7 @@ class TriangleMultiplicationTwin(SubLayerTwin):
                                                self.plan.recompute)
 
 
-# --------------------------------------------------------------------------------------------------------
-# The block
-# --------------------------------------------------------------------------------------------------------
+# --- The block ------------------------------------------------------------------------------------------
 
 TWINS = dict(  # by the plain class's name, because the model imports this module
     FusedMSARowAttention=RowAttentionTwin, FusedMSAColumnAttention=ColumnAttentionTwin,

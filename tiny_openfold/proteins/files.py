@@ -314,14 +314,14 @@ def _row_that_matches(names, rows, chains):
 
 def _remarks(name, structure="", predicted=""):
     """Of a query of this name and a structure's path and Chain's `predicted`."""
-    found = []
+    remarks = []
     if first_word(name).endswith("_consensus"):  # HH-suite's first row of a cluster
-        found.append(f"The query, {first_word(name)}, is the consensus of a cluster and no protein: choose "
+        remarks.append(f"The query, {first_word(name)}, is the consensus of a cluster and no protein: choose "
                      "another row by --query")
     if predicted:
-        found.append(f"{os.path.basename(structure)} {predicted} a predicted structure: agreement with one "
+        remarks.append(f"{os.path.basename(structure)} {predicted} a predicted structure: agreement with one "
                      "is no measure of precision")
-    return tuple(found)
+    return tuple(remarks)
 
 
 def load_alignment(msa_path, query=None):
@@ -392,22 +392,22 @@ def files_in(directory, suffixes):
 
 def alignments_in(directory):
     """Paths of the alignments in a directory. Raises UserError where there are none."""
-    found = files_in(directory, ALIGNMENT_SUFFIXES)
-    if not found:
+    paths = files_in(directory, ALIGNMENT_SUFFIXES)
+    if not paths:
         raise UserError(f"{directory}: no alignment in it is called NAME{' or '.join(ALIGNMENT_SUFFIXES)}")
-    return found
+    return paths
 
 
 def load_families(directory):
     """Directory -> (list of Protein sorted by name, names of files without a partner): each alignment with
     the structure of its name beside it, packed or not. Other files are ignored. Raises UserError: no such
     directory, no pair in it, two files for one NAME."""
-    found = {}  # NAME -> (alignments, structures)
+    kinds_of = {}  # NAME -> (alignments, structures)
     for path in map(Path, files_in(directory, ALIGNMENT_SUFFIXES + STRUCTURE_SUFFIXES)):
         stem, suffix = split_suffix(path)
-        found.setdefault(stem, ([], []))[suffix in STRUCTURE_SUFFIXES].append(path)
-    pairs = {stem: kinds for stem, kinds in sorted(found.items()) if all(kinds)}
-    alone = sorted(path.name for kinds in found.values() if not all(kinds) for path in sum(kinds, []))
+        kinds_of.setdefault(stem, ([], []))[suffix in STRUCTURE_SUFFIXES].append(path)
+    pairs = {stem: kinds for stem, kinds in sorted(kinds_of.items()) if all(kinds)}
+    alone = sorted(path.name for kinds in kinds_of.values() if not all(kinds) for path in sum(kinds, []))
     if not pairs:
         wanted = " or ".join(ALIGNMENT_SUFFIXES), " or ".join(STRUCTURE_SUFFIXES)
         raise UserError(f"{directory}: no families; needed are alignments NAME{wanted[0]}, each beside a "

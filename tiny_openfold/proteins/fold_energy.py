@@ -67,8 +67,8 @@ def separation(apart, size):
 
 
 def mean_power(apart):
-    """Power (P, 1) of the mean distribution for pairs so many residues apart (P,): less for near ones, where
-    a mean of helices would take all that is known of a helix."""
+    """Exponent (P, 1) of the mean distribution for pairs so many residues apart (P,). For near pairs the mean
+    has half weight; otherwise the signal of helices would cancel out."""
     return torch.where(apart.abs() < LOCAL, 0.5, 1.0)[:, None]
 
 

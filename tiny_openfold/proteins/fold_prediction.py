@@ -21,34 +21,34 @@ SHOWN = dict(tm_score="TM-score", lddt_ca="lDDT-CA", rmsd="RMSD")
 def fold(program, settings):
     """The mode --fold; returns the exit code. Raises UserError."""
     centres = program.model.DISTANCE_CENTRES
-    return predict(program, settings, "fold", partial(found_fold, centres, settings.training.seed))
+    return predict(program, settings, "fold", partial(fold_one, centres, settings.training.seed))
 
 
-def found_fold(centres, seed, found, result):
-    """Fold a Prediction and say what is found; how predict() writes it down. Raises UserError where the fold
+def fold_one(centres, seed, prediction, result):
+    """Fold a Prediction and say how it is; how predict() writes it down. Raises UserError where the fold
     is not finite."""
-    started = time.monotonic()
-    print(f"Folding {counted(found.protein.length, 'residue')} on the CPU", flush=True)
-    *line, calibrated_on = confidence.line_of(result["card"])
-    centres, logits = torch.as_tensor(centres, dtype=torch.float32), found.output["distogram_logits"]
-    orientations = {name: found.output[name] for name in BINS if name in found.output}
+    started, protein, output = time.monotonic(), prediction.protein, prediction.output
+    print(f"Folding {counted(protein.length, 'residue')} on the CPU", flush=True)
+    centres, logits = torch.as_tensor(centres, dtype=torch.float32), output["distogram_logits"]
+    orientations = {name: output[name] for name in BINS if name in output}
     with tqdm(total=folding.STEPS, unit="step", disable=None, leave=False) as bar:
-        made = folding.folded(logits, centres, found.protein.sequence, seed, orientations or None, bar.update)
+        made = folding.folded(logits, centres, protein.sequence, seed, orientations or None, bar.update)
     if not made.atoms.isfinite().all():
         raise UserError("the fold is not finite: nothing is written", code=FAILED)
-    anchors, probability = fold_energy.anchor(made.atoms[None], found.protein.sequence)[0], logits.softmax(-1)
-    expected = confidence.expected_lddt(probability, centres, anchors)
+    anchors = fold_energy.anchor(made.atoms[None], protein.sequence)[0]
+    expected = confidence.expected_lddt(logits.softmax(-1), centres, anchors)
+    *line, calibrated_on = confidence.line_of(result["card"])  # intercept, slope, share where uncertain
     plddt = confidence.plddt(expected, *line, [n - 1 for n in result["low_confidence"]]).numpy()
     atoms = made.atoms.numpy()
     result |= dict(plddt=float(plddt.mean()), plddt_by_residue=plddt.round(2).tolist(),
-                   plddt_calibrated_on=calibrated_on, **quality(made, found.protein.sequence),
+                   plddt_calibrated_on=calibrated_on, **quality(made, protein.sequence),
                    seconds=dict(result["seconds"], folding=time.monotonic() - started))
     print_fold(result)
-    if found.known:
-        result["scores"] = compared(atoms[:, CA], found.protein.backbone[:, CA])
-        print_scores(result["scores"], found)
-    draw = partial(fold_pictures.write_picture, m=found, atoms=atoms, plddt=plddt, cautions=cautions(result))
-    return writers(found, atoms, plddt, result), draw
+    if prediction.known:
+        result["scores"] = compared(atoms[:, CA], protein.backbone[:, CA])
+        print_scores(result["scores"], protein.chain)
+    return writers(prediction, atoms, plddt, result), partial(
+        fold_pictures.write_picture, m=prediction, atoms=atoms, plddt=plddt, cautions=cautions(result))
 
 
 def quality(made, sequence):
@@ -60,16 +60,16 @@ def quality(made, sequence):
                 worst_overlap=float(overlap.max()) if len(overlap) else 0.0)
 
 
-def writers(found, atoms, plddt, result):
+def writers(prediction, atoms, plddt, result):
     """{suffix: write(path)} of the PDB file and the page."""
     rows = counted(result["rows_used"], "row").upper()
     remarks = [f"PREDICTED BY TINYOPENFOLD FROM {rows} OF AN ALIGNMENT",
                "B-FACTORS ARE PLDDT, 0 TO 100",
                *["OUTSIDE OF WHAT THE MODEL WAS TESTED ON"] * bool(result["untested"])]
-    protein = found.protein
+    protein = prediction.protein
     return {".pdb": partial(structure_files.write_pdb, name=protein.name, sequence=protein.sequence,
                             atoms=atoms, plddt=plddt, remarks=remarks),
-            ".html": partial(fold_pictures.write_page, m=found, atoms=atoms, plddt=plddt, result=result)}
+            ".html": partial(fold_pictures.write_page, m=prediction, atoms=atoms, plddt=plddt, result=result)}
 
 
 # --- What is printed ------------------------------------------------------------------------------------
@@ -86,11 +86,11 @@ def print_fold(result):
           f"{result['other_hand']:.2f} more")
 
 
-def print_scores(scores, found):
+def print_scores(scores, chain):
     if scores is None:
         print("Too few residues with CA atoms to compare")
         return
-    print(f"Against chain {found.protein.chain or '(no name)'}, {scores['residues_compared']} residues: "
+    print(f"Against chain {chain or '(no name)'}, {scores['residues_compared']} residues: "
           + ", ".join(f"{title} {scores[key]:.2f}" for key, title in SHOWN.items()) + " Å")
     alike = scores["tm_score"] > SAME_FOLD
     shape = "probably have the same fold" if alike else "differ in their overall shape"

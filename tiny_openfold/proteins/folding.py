@@ -77,8 +77,8 @@ def by_halves(work, batch):
         except BaseException as error:
             beside.set_exception(error)
     threading.Thread(target=run, daemon=True).start()
-    found = work(second)
-    return [beside.result(), found]
+    own = work(second)
+    return [beside.result(), own]
 
 
 def _folded(logits, centres, sequence, generator, orientations, told):
@@ -189,25 +189,25 @@ def fold_frames(potential, traces, sequence, orientations=None, told=lambda: Non
 def terms(potential, atoms, sequence, pairs=None, orientations=None):
     """{term: (B,) kT}; without pairs, from near_pairs(), CA atoms alone repel each other."""
     size = len(sequence)
-    found = dict(distances=DISTANCE_WEIGHT / size * potential(anchor(atoms, sequence)))
+    costs = dict(distances=DISTANCE_WEIGHT / size * potential(anchor(atoms, sequence)))
     if orientations is not None:
-        found["orientations"] = ORIENTATION_WEIGHT / size * orientations(atoms)
+        costs["orientations"] = ORIENTATION_WEIGHT / size * orientations(atoms)
     if size > 1:
-        found["peptide"] = peptide_bonds(atoms)
+        costs["peptide"] = peptide_bonds(atoms)
     if size > 2:
         phi, psi, _ = geometry.backbone_angles(atoms)
-        found["plot"] = ramachandran(phi[:, :-1], psi[:, 1:], sequence[1:-1])
-        found["clashes"] = (3 * crowding(atoms[:, :, CA]) if pairs is None
+        costs["plot"] = ramachandran(phi[:, :-1], psi[:, 1:], sequence[1:-1])
+        costs["clashes"] = (3 * crowding(atoms[:, :, CA]) if pairs is None
                             else clashes(atoms, pairs, sequence))
-    return found
+    return costs
 
 
 def best_of(potential, atoms, sequence, orientations=None):
     """Fold of the candidates (B, L, 5, 3), of which the second half grew from mirror images."""
-    found = terms(potential, atoms, sequence, near_pairs(atoms), orientations)
+    costs = terms(potential, atoms, sequence, near_pairs(atoms), orientations)
     size = len(sequence)
-    energies = sum(found.values()) / size
+    energies = sum(costs.values()) / size
     best, half = int(energies.argmin()), len(energies) // 2
     other = energies[:half] if best >= half else energies[half:]
-    by_term = {term: float(value[best]) / size for term, value in found.items()}
+    by_term = {term: float(value[best]) / size for term, value in costs.items()}
     return Fold(atoms[best], float(energies[best]), by_term, float(other.min() - energies[best]))

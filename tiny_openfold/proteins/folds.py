@@ -141,10 +141,10 @@ class Folds:
     def chain(self, number):
         """(at least length, 3) CB atoms, always the same for one number."""
         if number not in self.made:
-            rng, found = np.random.default_rng((self.seed, 5, number)), ()
-            while len(found) < self.length:
-                found = side_chains(backbone(rng, self.length * rng.uniform(1.2, 2.0)))
-            self.made[number] = found
+            rng, chain = np.random.default_rng((self.seed, 5, number)), ()
+            while len(chain) < self.length:
+                chain = side_chains(backbone(rng, self.length * rng.uniform(1.2, 2.0)))
+            self.made[number] = chain
         return self.made[number]
 
     def piece(self, rng):
@@ -153,11 +153,11 @@ class Folds:
         for _ in range(self.TRIES):
             chain = self.chain(int(rng.integers(self.CHAINS)))
             start = int(rng.integers(len(chain) - self.length + 1))
-            found = chain[start:start + self.length]
-            if contacts_per_residue(found) > rng.uniform(*DENSITY):
+            piece = chain[start:start + self.length]
+            if contacts_per_residue(piece) > rng.uniform(*DENSITY):
                 break
-        found = found[::-1] if rng.random() < 0.5 else found
-        return (found + rng.normal(0, 0.2, found.shape)).astype(np.float32)
+        piece = piece[::-1] if rng.random() < 0.5 else piece
+        return (piece + rng.normal(0, 0.2, piece.shape)).astype(np.float32)
 
 
 # --- Real chains ----------------------------------------------------------------------------------------

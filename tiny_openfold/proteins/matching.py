@@ -5,8 +5,8 @@ MATCH, MISMATCH, OPEN, EXTEND = 32, -32, 96, 1  # a gap costs three matches, and
 
 
 def align(query, chain, breaks, unknown):
-    """Overlap alignment of query (L,) with chain (C,), letters as numbers; those from `unknown` on fit any at
-    no gain. Returns (L,): index into the chain, -1 where there is none.
+    """Overlap alignment of query (L,) with chain (C,), letters as numbers; those from `unknown` on fit every
+    letter, but gain nothing. Returns (L,): index into the chain, -1 where there is none.
 
     Overhanging ends are free. Without EXTEND a long query would match any chain, a few letters here and a few
     there. Where the chain is broken, `breaks` (C+1,), leaving out query residues costs no OPEN: with it the
@@ -43,8 +43,8 @@ def align(query, chain, breaks, unknown):
         if best[i, j] == best[i - 1, j - 1] + gain[i - 1, j - 1]:
             i, j = i - 1, j - 1
             index[i] = j
-        elif len(found := above(i - 1, i, j)) or len(found := above(0, i, j)):  # mostly the next one
-            i = found[-1]
+        elif len(first := above(i - 1, i, j)) or len(first := above(0, i, j)):  # mostly the next one
+            i = first[-1]
         else:
             cost = chain_open[i] + chain_extend[i] * (j - position[:j])
             j = np.flatnonzero(best[i, :j] - cost == best[i, j])[-1]

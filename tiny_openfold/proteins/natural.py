@@ -72,8 +72,8 @@ class Draw:
 
 @lru_cache
 def tables(device):
-    """On this device, once, since a capture cannot copy: the properties (A, 3), each with mean 0 and variance
-    1; how they attract (3,); logarithms of COMMON (A,)."""
+    """On this device: the properties (A, 3), each with mean 0 and variance 1; how they attract (3,);
+    logarithms of COMMON (A,). Kept, because nothing can be copied while a CUDA graph is captured."""
     table = torch.tensor([HYDROPHOBICITY, VOLUME, CHARGE], device=device).T
     table = (table - table.mean(0)) / table.std(0, correction=0)
     return table, torch.tensor(LIKE, device=device), torch.tensor(COMMON, device=device).log()
@@ -198,7 +198,7 @@ class GraphedWorld:
         self.graph = torch.cuda.CUDAGraph()
         self.graph.register_generator_state(self.generator)
         with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.found = natural_alignments(self.generator, self.coords, num_seqs).to(torch.uint8)
+            self.rows = natural_alignments(self.generator, self.coords, num_seqs).to(torch.uint8)
 
     def __call__(self, seed, coords):
         """(B, num_seqs, S) tokens on the CPU."""
@@ -206,4 +206,4 @@ class GraphedWorld:
             self.coords.copy_(coords)
             self.generator.manual_seed(seed)
             self.graph.replay()
-            return self.found.cpu()
+            return self.rows.cpu()

@@ -1,7 +1,7 @@
 """How two residues stand to each other: the angles of trRosetta (Yang et al. 2020,
 doi:10.1073/pnas.1914677117), and the head that predicts them from the pair representation.
 
-    found = between(n, ca, cb)                 # dict of omega, theta, phi, (L, L) each, radians
+    angles = between(n, ca, cb)                 # dict of omega, theta, phi, (L, L) each, radians
     bins = targets(n, ca, cb)                  # dict of the same names, (L, L) each, for cross entropy
 
 With CB-CB distances, omega, theta and phi of (i, j) and of (j, i) say where the frame of j stands in that of
@@ -106,5 +106,5 @@ def bins_of(backbone):
     """int8 bins (..., S, S, 3) of omega, theta, phi, for atoms N, CA, C (..., S, 3, 3) in Å, NaN where there
     is none. CB stands where L-amino acids have it, for glycine, too."""
     n, ca, c = torch.as_tensor(backbone).unbind(-2)
-    found = targets(n, ca, beta(n, ca, c))
-    return torch.stack(list(found.values()), dim=-1).to(torch.int8)
+    bins = targets(n, ca, beta(n, ca, c))
+    return torch.stack(list(bins.values()), dim=-1).to(torch.int8)

@@ -26,6 +26,7 @@ from fusion_lab.training.models import read_model
 from fusion_lab.training.options import flag
 from fusion_lab.training.reporting import print_result
 from fusion_lab.training.words import counted, printable
+from tiny_openfold.models import completed
 from tiny_openfold.proteins import files, maps
 from tiny_openfold.proteins.batches import MOST_EXTRA, assemble, require_coordinates
 from tiny_openfold.proteins.coevolution import FEATURES, mean_field_dca
@@ -50,6 +51,7 @@ from tiny_openfold.proteins.relatives import (
     relative,
     require_protein,
     some_rows,
+    tested_on,
 )
 
 ROWS = 512                # of the alignment, without --eval-seqs
@@ -66,28 +68,29 @@ STDIN = "-"               # as the path of an alignment
 
 def contacts(program, settings):
     """The mode --contacts; returns the exit code. Raises UserError."""
-    return predict(program, settings, "contacts", found_contacts)
+    return predict(program, settings, "contacts", contacts_of)
 
 
-def found_contacts(found, result):
+def contacts_of(prediction, result):
     """Say which contacts a Prediction has; how predict() writes them down."""
-    print_best(found, {*result["low_confidence"]})
-    if found.known:
-        result["precision"] = precisions(found)
-        print_precisions(found, result["precision"])
-    return ({".npz": partial(write_arrays, found=found), ".tsv": partial(maps.write_table, m=found),
-             ".rr": partial(write_rr, found=found, result=result)},
-            partial(maps.write_picture, m=found, cautions=cautions(result)))
+    print_best(prediction, {*result["low_confidence"]})
+    if prediction.known:
+        result["precision"] = precisions(prediction)
+        print_precisions(prediction, result["precision"])
+    writers = {".npz": partial(write_arrays, prediction=prediction),
+               ".tsv": partial(maps.write_table, m=prediction),
+               ".rr": partial(write_rr, prediction=prediction, result=result)}
+    return writers, partial(maps.write_picture, m=prediction, cautions=cautions(result))
 
 
 # --- One alignment, or many ---------------------------------------------------------------------------------
 
 
 def predict(program, settings, mode, work):
-    """Predict what a mode is about for the alignments that it was given, and write the files of each; returns
-    the exit code. work(Prediction, result) says what is found, adds it to the result, which becomes the JSON,
-    and returns ({suffix: write(path)}, draw(path)). Of several alignments one that fails does not stop the
-    others. Raises UserError."""
+    """Run a mode for the alignments that it was given, and write the files of each; returns the exit code.
+    work(Prediction, result) prints the outcome, adds it to the result, which becomes the JSON, and returns
+    ({suffix: write(path)}, draw(path)). If one of several alignments fails, the others go on. Raises
+    UserError."""
     training = settings.training
     paths = alignments(getattr(training, mode), training.structure)
     if len(paths) == 1:
@@ -130,8 +133,8 @@ def means_of(headlines):
     values = defaultdict(list)
     for headline in headlines:
         by_separation = headline.get("precision", {}).get("model", {})
-        found = {f"P(L/2) {separation}+": of["p_l2"] for separation, of in by_separation.items()}
-        for name, value in {**found, **(headline.get("scores") or {})}.items():
+        figures = {f"P(L/2) {separation}+": of["p_l2"] for separation, of in by_separation.items()}
+        for name, value in {**figures, **(headline.get("scores") or {})}.items():
             if value is not None and name != "residues_compared":
                 values[name].append(value)
     return {name: statistics.fmean(of) for name, of in values.items()}
@@ -192,54 +195,75 @@ class Predictor:
             raise UserError(f"--{mode}: there is no {MODEL}; name a model file or a checkpoint by --resume")
         saved = read_model(self.path, program)
         with understanding("model", self.path):  # what the card says beside names, which somebody wrote
-            line_of(saved.card)
-            if sequences := saved.card.get("sequences"):
+            self.card = completed(saved.card)
+            line_of(self.card)
+            self.tested = tested_on(self.card)
+            if sequences := self.card.get("sequences"):
                 in_tokens(sequences)
-        self.config, self.card, self.dtype = saved.config, saved.card, amp_dtype(training, self.device)
+        self.config, self.dtype = saved.config, amp_dtype(training, self.device)
         self.directory = training.output or mode
         Directory(self.directory, flag="-o").claim(resumed=True)  # beside other predictions
         self.model = program.model(self.config, program.fusion_config())
         self.model.load_state_dict(saved.weights)
         self.model.to(self.device).eval()
+        if self.tested is None:
+            print(f"{printable(self.path)} does not say what this model was tested on, so no warning says "
+                  "where it cannot be trusted")
 
     def write(self, protein, path, work):
         """Predict for one protein and write its files; returns (the headline of its result, the path of the
         whole result). Raises UserError."""
-        training, stem = self.settings.training, os.path.join(self.directory, protein.name)
-        given = training.structure and structure_of(training, path)[0]
-        if self.mode == "fold" and given and os.path.realpath(given) == os.path.realpath(f"{stem}.pdb"):
-            raise UserError(f"-o {self.directory}: the fold would take the place of {given}; name another")
+        stem = os.path.join(self.directory, protein.name)
+        self.require_another_place(path, f"{stem}.pdb")
+        training = self.settings.training
         batch = model_input(protein, self.config, training.eval_seqs or ROWS, training.seed)
+        self.announce(protein, batch)
         rows = batch["msa_tokens"].shape[1]
+        forewarn(replace(self.config, num_seqs=rows, seq_len=protein.length), self.device, self.dtype)
+        result = self.judged(protein, path, batch)
+        output, result["seconds"] = self.predicted(batch)
+        return finish(stem, result, *work(Prediction(protein, output), result))
+
+    def require_another_place(self, path, pdb):
+        """Raise UserError where a fold would replace the structure that it is compared with."""
+        structure = self.settings.training.structure and structure_of(self.settings.training, path)[0]
+        if self.mode == "fold" and structure and os.path.realpath(structure) == os.path.realpath(pdb):
+            raise UserError(f"-o {self.directory}: the fold would take the place of {structure}; name "
+                            "another")
+
+    def announce(self, protein, batch):
+        """Say what is predicted, from what, by which model."""
+        couplings = f" (couplings: {batch['extra_msa'].shape[1]})" if "extra_msa" in batch else ""
         print(f"{self.mode.capitalize()} of {printable(protein.name)}: {counted(protein.length, 'residue')}, "
-              f"{rows} of {counted(len(protein.msa), 'row')}"
-              + (f" (couplings: {batch['extra_msa'].shape[1]})" if "extra_msa" in batch else "")
-              + f", by {printable(self.path)} "
-              f"({sum(w.numel() for w in self.model.parameters()):,} parameters)")
+              f"{batch['msa_tokens'].shape[1]} of {counted(len(protein.msa), 'row')}{couplings}, by "
+              f"{printable(self.path)} ({sum(w.numel() for w in self.model.parameters()):,} parameters)")
         if protein.left_out:
             print(f"{counted(protein.left_out, 'column')} left out, where the query has a gap; positions are "
                   "those of its residues")
         for remark in protein.remarks:
             print(printable(remark))
-        config = replace(self.config, num_seqs=rows, seq_len=protein.length)
-        forewarn(config, self.device, self.dtype)
-        depth, kin = judge(protein, batch, self.card)
+
+    def judged(self, protein, path, batch):
+        """What is known before the model runs, in the keys of the JSON; what concerns the user is said."""
+        rows, extra = (batch[name].shape[1] if name in batch else 0 for name in ("msa_tokens", "extra_msa"))
+        depth, untested, kin = judge(protein, batch, self.card, self.tested)
+        return dict(
+            mode=self.mode, name=protein.name, residues=protein.length, rows=len(protein.msa), rows_used=rows,
+            extra_rows_used=extra, effective_rows=depth.effective, coverage=depth.coverage, untested=untested,
+            columns_left_out=protein.left_out, remarks=[*protein.remarks],
+            low_confidence=[residue + 1 for residue in depth.uncertain],
+            trained_on=kin["trained"], relative=kin, model=self.path, command=self.command(path),
+            model_config=asdict(replace(self.config, num_seqs=rows, seq_len=protein.length)),
+            card={key: value for key, value in self.card.items() if key != "sequences"})
+
+    def predicted(self, batch):
+        """(output of run_model(), {"model": seconds}). Raises UserError where the output is not finite."""
         started = time.monotonic()
         output = run_model(self.model, batch, self.device, self.dtype, OUTPUTS)
         if not all(values.isfinite().all() for values in output.values()):
             raise UserError("the model's predictions are not finite: nothing is written"
                             + "; leave out --use-amp" * (self.dtype is not None), code=errors.FAILED)
-        seconds = time.monotonic() - started
-        result = dict(
-            mode=self.mode, name=protein.name, residues=protein.length, rows=len(protein.msa), rows_used=rows,
-            extra_rows_used=batch["extra_msa"].shape[1] if "extra_msa" in batch else 0,
-            effective_rows=depth.effective, coverage=depth.coverage, untested=depth.untested,
-            columns_left_out=protein.left_out, remarks=[*protein.remarks],
-            low_confidence=[residue + 1 for residue in depth.uncertain],
-            trained_on=kin["trained"], relative=kin, model=self.path, command=self.command(path),
-            model_config=asdict(config), seconds=dict(model=seconds),
-            card={key: value for key, value in self.card.items() if key != "sequences"})
-        return finish(stem, result, *work(Prediction(protein, output), result))
+        return output, dict(model=time.monotonic() - started)
 
     def command(self, path):
         """What to type to get the prediction for one alignment again."""
@@ -251,19 +275,21 @@ class Predictor:
         return shlex.join(words)
 
 
-def judge(protein, batch, card):
-    """(Depth of the rows that the model reads, what its card knows of relatives); both are said."""
+def judge(protein, batch, card, tested):
+    """(Depth of the rows that the model reads, what of that it was not tested on in words, what its card
+    knows of relatives); all are said."""
     depth = Depth.of(batch["extra_msa" if "extra_msa" in batch else "msa_tokens"][0].numpy())
     print(f"Alignment, as {'the couplings see' if 'extra_msa' in batch else 'the model sees'} it: {depth}")
     if uncertain := depth.uncertain:
         print(f"Low confidence, for want of rows, at residues {maps.stretches([i + 1 for i in uncertain])}")
-    if depth.untested:
-        print(f"warning: {depth.untested}: the map may be wrong throughout, however high its probabilities",
+    untested = depth.untested(tested)
+    if untested:
+        print(f"warning: {untested}: the map may be wrong throughout, however high its probabilities",
               file=sys.stderr)
     kin = relative(protein.msa, protein.name, card)
     if kin["trained"] is not False:
         print(kinship(kin))
-    return depth, kin
+    return depth, untested, kin
 
 
 def model_input(protein, config, rows, seed):
@@ -326,9 +352,10 @@ def finish(stem, result, writers, draw):
 
 
 def set_aside_earlier(stem, suffixes):
-    """Rename, and say so, what an earlier prediction in either mode wrote under this name, its result first,
-    and what else has a name that is written now, one of these suffixes. What neither its result nor, if it
-    was killed, its list names is the user's, such as the true structure beside the alignment, and stays."""
+    """Rename what an earlier prediction, in either mode, wrote under this name, its result first, and say so.
+    Its result lists its files; if it was killed, the unfinished list does. Files with one of these suffixes,
+    which are written now, are renamed too. All others are the user's, such as the true structure beside the
+    alignment, and stay."""
     named = set()
     for path in (f"{stem}.json", stem + UNFINISHED):
         with contextlib.suppress(UserError, KeyError, TypeError):  # there is none, or it is not ours
@@ -341,24 +368,24 @@ def set_aside_earlier(stem, suffixes):
         print(f"Earlier files of this name are called {', '.join(map(printable, filter(None, moved)))} now")
 
 
-def write_arrays(path, found):
+def write_arrays(path, prediction):
     """For numpy.load: probability and distances (L, L), sequence, numbers (L,), name."""
-    protein = found.protein
+    protein = prediction.protein
     write_atomically(path, lambda file: np.savez_compressed(
-        file, probability=found.probability, distances=found.distances,
+        file, probability=prediction.probability, distances=prediction.distances,
         sequence=protein.sequence, numbers=np.array(protein.numbers, str), name=protein.name))
 
 
-def write_rr(path, found, result):
+def write_rr(path, prediction, result):
     """CASP's format RR: positions i < j from 1, the bounds of the distance in Å, probability; best first."""
-    name, sequence = "_".join(printable(found.protein.name).split()), found.protein.sequence
+    name, sequence = "_".join(printable(prediction.protein.name).split()), prediction.protein.sequence
     extra = result["extra_rows_used"]
     lines = ["PFRMAT RR", f"TARGET {name or 'unknown'}", "AUTHOR TinyOpenFold",
              *(f"REMARK {line}" for caution in cautions(result) for line in textwrap.wrap(caution, 70)),
              f"METHOD Evoformer, {counted(result['rows_used'], 'row')} of the alignment"
              + (f", couplings of {extra}" if extra else ""), "MODEL 1",
              *(sequence[start:start + 50] for start in range(0, len(sequence), 50)),
-             *(f"{i} {j} 0 {CONTACT_DISTANCE:g} {probability:.5f}" for i, j, probability, _ in found.best()),
+             *(f"{i} {j} 0 {CONTACT_DISTANCE:g} {chance:.5f}" for i, j, chance, _ in prediction.best()),
              "END", ""]
     write_text(path, "\n".join(lines))
 
@@ -366,9 +393,9 @@ def write_rr(path, found, result):
 # --- What is printed ------------------------------------------------------------------------------------
 
 
-def print_best(found, low_confidence):
+def print_best(prediction, low_confidence):
     """low_confidence: set of positions from 1."""
-    sequence, numbers, pairs = found.protein.sequence, found.protein.numbers, found.best()
+    sequence, numbers, pairs = prediction.protein.sequence, prediction.protein.numbers, prediction.best()
     if not pairs:
         print(f"No two residues are {SEPARATION} apart")
         return
@@ -380,19 +407,19 @@ def print_best(found, low_confidence):
               + "  low confidence" * (not low_confidence.isdisjoint((i, j))))
 
 
-def precisions(found):
+def precisions(prediction):
     """{method: {separation: contact_precision()}} of the model and of mean-field DCA, which reads up to
     YARDSTICK_ROWS rows."""
-    scores, protein = dict(model=found.output["contact_probability"]), found.protein
+    scores, protein = dict(model=prediction.output["contact_probability"]), prediction.protein
     if protein.length <= LONGEST_FOR_DCA:
         scores["mean-field DCA"] = mean_field_dca(some_rows(protein.msa, YARDSTICK_ROWS))
-    return {method: {str(separation): contact_precision(values, *found.coords, separation)
+    return {method: {str(separation): contact_precision(values, *prediction.coords, separation)
                      for separation in SEPARATIONS} for method, values in scores.items()}
 
 
-def print_precisions(found, methods):
-    mask = found.coords[1]
-    print(f"Precision against chain {found.protein.chain or '(no name)'}, {int(mask.sum())} residues with "
+def print_precisions(prediction, methods):
+    mask, chain = prediction.coords[1], prediction.protein.chain or "(no name)"
+    print(f"Precision against chain {chain}, {int(mask.sum())} residues with "
           f"coordinates, L/2 = {half_length(mask)}:")
     print(" " * 18 + "".join(f"{f'|i-j| >= {separation}':>16}" for separation in SEPARATIONS))
     print(" " * 18 + "  P(L/2)    P(L)" * len(SEPARATIONS))

@@ -22,9 +22,7 @@ BASES = [AMINO_ACIDS.index(letter) for letter in "ACGT"]  # U is read as C, see 
 NUCLEIC, ENOUGH = 0.95, 10  # share of letters that are bases or N; of fewer letters nobody can say
 KNOWN = 0.5                 # share of the query whose amino acids must be known
 LEAST_ROWS = 30             # effective ones; a column that fewer fill says next to nothing
-STRETCH = 5                 # such columns side by side, at least, for which confidence was too high
-TESTED_ROWS = 100           # effective ones; with fewer the shipped model was not tested (models/README.md)
-TESTED_LENGTHS = (40, 409)  # residues of the chains that it was tested on
+STRETCH = 5                 # such columns, at least, side by side: there models were too sure
 
 # Lower triangle of BLOSUM62 in the order of AMINO_ACIDS (Henikoff and Henikoff 1992), and the frequencies of
 # amino acids at which its scale is 0.3176 (Robinson and Robinson 1991).
@@ -99,23 +97,34 @@ class Depth:
         return [residue for first, last in runs(flags) if last - first + 1 >= STRETCH
                 for residue in range(first, last + 1)]
 
-    @property
-    def untested(self):
-        """What is outside of what the shipped model was tested on, in words; "" if nothing is."""
-        low, high = TESTED_LENGTHS
-        found = [f"{counted(round(self.effective), 'effective row')} (tested: {TESTED_ROWS} or more)"] \
-            * (self.effective < TESTED_ROWS)
-        found += [f"{counted(self.residues, 'residue')} (tested: {low} to {high})"] \
-            * (not low <= self.residues <= high)
-        return " and ".join(found)
+    def untested(self, tested):
+        """What lies outside of what a model was tested on, by tested_on(), in words; "" if nothing does or
+        that is not known."""
+        if tested is None:
+            return ""
+        (least, shortest, longest), outside = tested, []
+        if self.effective < least:
+            outside.append(f"{counted(round(self.effective), 'effective row')} (tested: {least:g} or more)")
+        if not shortest <= self.residues <= longest:
+            outside.append(f"{counted(self.residues, 'residue')} (tested: {shortest} to {longest})")
+        return " and ".join(outside)
+
+
+def tested_on(card):
+    """(least effective rows, shortest chain, longest chain) that a model was tested on by its card; None
+    where the card does not say it. Raises AttributeError, KeyError, TypeError or ValueError for nonsense."""
+    if not (tested := card.get("tested")):
+        return None
+    shortest, longest = map(int, tested["residues"])
+    return float(tested["effective_rows"]), shortest, longest
 
 
 def cautions(result):
     """[what makes a prediction uncertain], for its files; result: what its JSON holds."""
-    found = [f"{result['untested']}: the prediction may be wrong throughout"] * bool(result["untested"])
+    words = [f"{result['untested']}: the prediction may be wrong throughout"] * bool(result["untested"])
     if low := result["low_confidence"]:
-        found.append(f"Low confidence at residues {stretches(low)}: fewer than {LEAST_ROWS} effective rows")
-    return found
+        words.append(f"Low confidence at residues {stretches(low)}: fewer than {LEAST_ROWS} effective rows")
+    return words
 
 
 # --- Relatives ------------------------------------------------------------------------------------------
@@ -205,13 +214,13 @@ def nearest(msa, sequences, seed=0):
 def learned_from(families):
     """{name: [query, consensus]} of files.Protein: what relative() compares others with. The consensus is
     found by more remote relatives."""
-    found = {}
+    sequences = {}
     for family in families:
         rows = some_rows(family.msa, MOST_ROWS)
         counts = np.stack([(rows == letter).sum(axis=0) for letter in range(20)])  # (20, S)
         consensus = np.where(counts.any(axis=0), counts.argmax(axis=0), UNKNOWN)
-        found[family.name] = [family.sequence, "".join(LETTERS[token] for token in consensus)]
-    return found
+        sequences[family.name] = [family.sequence, "".join(LETTERS[token] for token in consensus)]
+    return sequences
 
 
 def relative(msa, name, card):
@@ -219,17 +228,17 @@ def relative(msa, name, card):
     there by its sequences, trained if the model learned from it. Of families without sequences one of the
     same name can be told, with no E-value; of the others nothing, so that trained is None."""
     sequences, names = card.get("sequences") or {}, card.get("trained_on") or ()
-    found, e_value = nearest(msa, sequences) if sequences else (None, None)
+    nearest_name, e_value = nearest(msa, sequences) if sequences else (None, None)
     if sequences and e_value <= RELATED:
-        return dict(name=found, e_value=e_value, trained=True)
+        return dict(name=nearest_name, e_value=e_value, trained=True)
     if name in set(names) - set(sequences):
         return dict(name=name, e_value=None, trained=True)
-    return dict(name=found, e_value=e_value, trained=None if set(names) - set(sequences) else False)
+    return dict(name=nearest_name, e_value=e_value, trained=None if set(names) - set(sequences) else False)
 
 
-def kinship(found):
-    """What relative() found, in words; "" where there is nothing to tell."""
-    name, e_value, trained = (found[key] for key in ("name", "e_value", "trained"))
+def kinship(kin):
+    """The result of relative() in words; "" where there is nothing to tell."""
+    name, e_value, trained = (kin[key] for key in ("name", "e_value", "trained"))
     nearest = f"{printable(name)} (E-value {e_value:.0e})" if e_value is not None else ""
     if trained:
         which = f"a relative, {nearest}" if nearest else "a family of this name"

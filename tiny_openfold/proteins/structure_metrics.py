@@ -37,14 +37,14 @@ def superposed(model, true, chosen):
 def fragments(size):
     """(S, L) bool: pieces of the chain that a superposition may start from, from the whole down to SHORTEST
     residues."""
-    found, length = [], size
+    pieces, length = [], size
     while length >= min(SHORTEST, size):
         step = max(length // 2, 1)
         starts = sorted({*range(0, size - length + 1, step), size - length})
-        found += [(start, start + length) for start in starts]
+        pieces += [(start, start + length) for start in starts]
         length = length // 2 if length > 1 else 0
     place = np.arange(size)
-    return np.array([(place >= first) & (place < end) for first, end in found])
+    return np.array([(place >= first) & (place < end) for first, end in pieces])
 
 
 def searched(model, true, score, cutoff):
@@ -82,9 +82,9 @@ def rmsd(model, true):
 def lddt(model, true):
     """(L,) share of each residue's true distances within LDDT_RADIUS that the model has within 0.5, 1, 2
     and 4 Å; NaN where it has no neighbour."""
-    wanted, found = distances(true), distances(model)
+    wanted, reached = distances(true), distances(model)
     counts = (wanted < LDDT_RADIUS) & ~np.eye(len(true), dtype=bool)
-    error = np.abs(wanted - found)
+    error = np.abs(wanted - reached)
     kept = np.mean([error < cutoff for cutoff in LDDT_CUTOFFS], axis=0) * counts
     with np.errstate(invalid="ignore"):
         return kept.sum(1) / counts.sum(1)
