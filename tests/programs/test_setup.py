@@ -101,8 +101,9 @@ def flags():
         assert done.returncode == 0, done.stderr
         own[name] = set(FLAG.findall(done.stdout))
     trainer = own["tiny_openfold_v2.py"]
-    alone = {f"benchmarks/{path.name}": set(FLAG.findall(path.read_text(encoding="utf-8")))
-             for path in ROOT.glob("benchmarks/*.py")}
+    common = set(FLAG.findall((ROOT / "benchmarks" / "script.py").read_text(encoding="utf-8")))
+    alone = {str(path.relative_to(ROOT)): common | set(FLAG.findall(path.read_text(encoding="utf-8")))
+             for path in (*ROOT.glob("benchmarks/*.py"), ROOT / "puzzles" / "check.py")}
     alone |= {name: own.pop(name) for name in ON_THEIR_OWN if name in own}
     return alone | {name: found | trainer for name, found in own.items()}
 
