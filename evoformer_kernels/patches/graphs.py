@@ -4,21 +4,24 @@ A pair block starts some 300 kernels, and the host takes longer to start them th
 graph starts all of them at once. Each block is captured by the signature of its call, the second time that it
 comes: shapes and dtypes of tensors, other arguments, autocast, training flags, which tensors want a gradient.
 Graphs read weights where they lie, so an optimizer's steps are seen; weights that have moved lead to a new
-capture. What a block reads beside its arguments and weights, such as a dropout's p, is read when it is
-captured. Within a graph attention runs all of its layer in kernels, as it does from WHOLE_FROM residues on,
-so results differ from those of the first call by roundings.
+capture. What a block reads beside its arguments, parameters and buffers, such as a dropout's p or another
+attribute, is read when it is captured: undo() and patch again. Within a graph attention runs all of its layer
+in kernels, as it does from WHOLE_FROM residues on, so results differ from those of the first call by
+roundings.
 
     forward only         without gradients
     kept                 forward keeps what its backward graph reads, in memory of this block
     recomputed           within torch.utils.checkpoint: forward keeps nothing, backward's graph runs it again
 
 All graphs but the kept ones share one pool of memory, and blocks share the tensors that go in and out, since
-one block runs at a time: a stack of recomputed blocks needs the memory of one. Random numbers go on with each
-replay; a backward that recomputes replays those of its forward.
+one block runs at a time; other threads and streams wait. So a stack of recomputed blocks needs the memory of
+one. Random numbers go on with each replay; a backward that recomputes replays those of its forward.
 """
 import contextlib
+import copy
 import gc
 import inspect
+import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -30,7 +33,7 @@ from torch.utils import _pytree as pytree
 import evoformer_kernels.patches.triangle as triangle  # not from the package, which imports this file
 from evoformer_kernels.family import once
 
-MOST = 8  # graphs of one block: the one not used for longest goes
+MOST = 8  # graphs of one block: the one not used for longest goes; what went in and out of it stays, shared
 MOST_MOVES = 3  # new captures because weights have moved, as sharded ones do at each step
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -64,12 +67,21 @@ def checkpoint_frame():
     """What a checkpoint remembers of the region that runs, or runs again, if its hooks take what is saved for
     backward: the object that both of its runs share. Else None."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    for cell in (hooks and inspect.unwrap(hooks[0]).__closure__) or ():  # torch 2.12 wraps it
+    pack = hooks and inspect.unwrap(hooks[0])  # torch 2.12 wraps it
+    for cell in getattr(pack, "__closure__", None) or ():
         held = cell.cell_contents
         held = held() if isinstance(held, weakref.ref) else held
         if type(held).__name__ == "_CheckpointFrame":
             return held
     return None
+
+
+def decided_in_frame():
+    """{(block, signature): the graphs, or None, by which it runs} of the checkpoint under way. All its calls
+    of one signature run as the first one did, also those that run again when graphs have been dropped since:
+    what they save for backward is told apart by its order alone. A new dict without a checkpoint."""
+    frame = checkpoint_frame()
+    return {} if frame is None else vars(frame).setdefault("evoformer_kernels_graphs", {})
 
 
 def kind_of(tensors, weights, training):
@@ -89,6 +101,19 @@ class Shared:
 
     def __init__(self):
         self.of_gpu, self.rooms, self.said = {}, {}, set()
+        self.lock, self.last = threading.Lock(), {}  # the stream of each GPU's last replay
+
+    @contextlib.contextmanager
+    def alone(self, device):
+        """Within, nobody else writes into the rooms: no other thread, and what other streams replay has
+        ended on the GPU."""
+        with self.lock:
+            stream = torch.cuda.current_stream(device)
+            last = self.last.get(device, stream)
+            if last != stream:
+                stream.wait_stream(last)
+            self.last[device] = stream
+            yield
 
     def pool_and_stream(self, device):
         if device not in self.of_gpu:
@@ -154,8 +179,8 @@ class BlockGraphs:
 
     def __init__(self, shared, call, tensors, weights, kind):
         self.shared, self.kind, self.weights = shared, kind, weights
-        own = kind == "kept"  # whose backward reads them
-        self.inputs = [room_for(t) if own else shared.room("in", n, t) for n, t in enumerate(tensors)]
+        keeps = kind == "kept"  # for its backward
+        self.inputs = [room_for(t) if keeps else shared.room("in", n, t) for n, t in enumerate(tensors)]
         self.wanted = [n for n, t in enumerate(tensors) if t.requires_grad]
         self.learned = [n for n, w in enumerate(weights) if w.requires_grad]
         self.holder, self.replays = lambda: None, 0  # whose activations a kept graph holds; how many so far
@@ -166,7 +191,7 @@ class BlockGraphs:
         triangle.in_graph = True
         try:
             pool, stream = shared.pool_and_stream(self.inputs[0].device)
-            self.record(call, torch.cuda.graph_pool_handle() if own else pool, stream)
+            self.record(call, torch.cuda.graph_pool_handle() if keeps else pool, stream)
         finally:
             triangle.in_graph = before
             torch.cuda.set_rng_state(random)
@@ -183,7 +208,7 @@ class BlockGraphs:
             self.douts = [shared.room("gradient in", n, outs[n].detach()) for n in self.grads_of]
             if self.kind != "forward only":
                 self.backward(outs)
-                self.forward(call, False)  # whose kernels may be others
+                self.forward(call, False)  # without gradients other kernels may run
             del outs
         torch.cuda.current_stream().wait_stream(stream)
         if versions != [t._version for t in self.inputs]:
@@ -203,7 +228,8 @@ class BlockGraphs:
             del outs
 
     def forward(self, call, learns):
-        """The block's outputs of self.inputs, with gradients for what wants them or without."""
+        """The block's outputs of self.inputs, with gradients for what wants them or without. Leaves in
+        self.given what backward() asks gradients of."""
         wanted = self.wanted if learns else []
         given = [t.detach().requires_grad_(n in wanted) for n, t in enumerate(self.inputs)]
         self.given = [given[n] for n in wanted]
@@ -237,29 +263,32 @@ class BlockGraphs:
         self.given = None
 
     def as_the_block_returns(self, tensors):
-        """Outputs, between them what is no tensor, as the block returns them."""
+        """Outputs, between them what is no tensor, as the block returns them. form: None for a tensor, (x,)
+        for another x."""
         rest = iter(tensors)
         outs = [next(rest) if constant is None else constant[0] for constant in self.form]
         return pytree.tree_unflatten(outs, self.out_spec)
 
     def run(self, tensors):
         """[outputs] of a call, new tensors."""
-        torch._foreach_copy_(self.inputs, tensors)
-        self.replays += 1
-        self.graphs[0].replay()
-        return [t.clone() for t in self.outs]
+        with self.shared.alone(self.inputs[0].device):
+            torch._foreach_copy_(self.inputs, tensors)
+            self.replays += 1
+            self.graphs[0].replay()
+            return [t.clone() for t in self.outs]
 
     def run_backward(self, tensors, gradients):
         """Gradients of all tensors and weights; tensors: inputs of the call, None where they are kept."""
-        if tensors is not None:
-            torch._foreach_copy_(self.inputs, tensors)
-        torch._foreach_copy_(self.douts, [gradients[n] for n in self.grads_of])
-        self.graphs[1].replay()
         of_inputs, of_weights = [None] * len(self.inputs), [None] * len(self.weights)
-        for n, d in zip(self.wanted, self.dinputs, strict=True):
-            of_inputs[n] = None if d is None else d.clone()
-        for room, group in self.dweights:
-            flat = room.clone()
+        with self.shared.alone(self.inputs[0].device):
+            if tensors is not None:
+                torch._foreach_copy_(self.inputs, tensors)
+            torch._foreach_copy_(self.douts, [gradients[n] for n in self.grads_of])
+            self.graphs[1].replay()
+            for n, d in zip(self.wanted, self.dinputs, strict=True):
+                of_inputs[n] = None if d is None else d.clone()
+            flats = [room.clone() for room, _ in self.dweights]
+        for flat, (_, group) in zip(flats, self.dweights, strict=True):
             for n, shape, stride, start in group:  # faster for the host than split() and view()
                 of_weights[n] = flat.as_strided(shape, stride, start)
         return [*of_inputs, *of_weights]
@@ -336,33 +365,47 @@ class GraphedBlock:
         self.forget()
 
     def all_parts(self):
-        """What changes where a part is exchanged: modules, and which parameters and buffers there are. Looked
-        at before each replay, while the GPU waits."""
+        """What changes where a part is exchanged: modules, forwards that somebody sets, and which parameters
+        and buffers there are. Looked at before each replay, while the GPU waits."""
         return [*map(id, chain.from_iterable(map(dict.values, self.children))),
+                *[id(vars(module).get("forward")) for module in self.modules],
                 *[w is None for held in self.held for w in held.values()]]
+
+    def __deepcopy__(self, memo):
+        """Of a copied model, as for a moving average of weights: its block, without graphs."""
+        return GraphedBlock(copy.deepcopy(self.block, memo), self.shared)
 
     def forget(self):
         """Drop all graphs."""
         self.seen, self.failed, self.by_signature, self.moves = set(), {}, OrderedDict(), {}
 
     def __call__(self, *arguments, **named):
-        def own(why):
+        def run_own(why):
             self.why = f"own code: {why}"
             return type(self.block).forward(self.block, *arguments, **named)
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-            return own("torch.compile or a counter looks at it")
+            return run_own("torch.compile or a counter looks at it")
         flat, spec = pytree.tree_flatten((arguments, named))
         places = [n for n, x in enumerate(flat) if isinstance(x, torch.Tensor)]
         tensors = [flat[n] for n in places]
+        if not capturable(tensors):
+            return run_own("no GPU, or within another graph")
+        self.look()
+        weights = [parameters[n] for parameters, n in self.weights]
         try:
-            graphs, weights = self.graphs_for(flat, spec, places, tensors)
+            signature = self.signature(flat, spec, places, tensors, weights)
+            decided = decided_in_frame()
+            key = id(self), signature
+            if key not in decided:
+                decided[key] = self.graphs_for(signature, flat, spec, places, tensors, weights)
+            graphs = decided[key]
         except Uncapturable as reason:
             self.shared.say(f"{type(self.block).__name__}: {reason}; it runs without a graph")
-            return own(reason)
-        if not self.as_before_in_frame(graphs is not None):
-            return own("a signature that did not come twice yet, no GPU, or within another graph")
+            return run_own(reason)
+        if graphs is None:
+            return run_own("a signature that did not come twice yet")
         if graphs.kind == "kept" and graphs.holder() is not None:
-            return own("the backward of an earlier call is still to come")
+            return run_own("the backward of an earlier call is still to come")
         self.why = f"graph, {graphs.kind}"
         if not torch.is_grad_enabled() or graphs.kind == "forward only":
             outs = graphs.run(tensors)
@@ -370,56 +413,46 @@ class GraphedBlock:
             outs = Replay.apply(graphs, len(tensors), *tensors, *weights)
         return graphs.as_the_block_returns(outs)
 
-    def as_before_in_frame(self, replays):
-        """Whether a call is replayed. Within one checkpoint all calls of a block do as the first one, and so
-        do those that run again: what either saves for backward is told apart by its order alone."""
-        frame = checkpoint_frame()
-        if frame is None:
-            return replays
-        decided = vars(frame).setdefault("evoformer_kernels_replays", {})
-        return decided.setdefault(id(self), replays) and replays
-
-    def graphs_for(self, flat, spec, places, tensors):
-        """(BlockGraphs, weights) for a call, None for both where it runs as before. Raises Uncapturable."""
-        if not capturable(tensors):
-            return None, None
-        self.look()
-        weights = [parameters[n] for parameters, n in self.weights]
+    def signature(self, flat, spec, places, tensors, weights):
+        """What decides which graphs a call may take. Raises Uncapturable."""
         if any(self.hooks):
             raise Uncapturable("a hook on a part of it")
         others = [x for n, x in enumerate(flat) if n not in set(places)]
         if not all(isinstance(x, CONSTANTS) for x in others):
             raise Uncapturable("an argument that is neither a tensor nor a number")
-        kind = kind_of(tensors, weights, self.block.training)
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        signature = (spec, tuple(places), kind, autocast, torch.is_inference_mode_enabled(),
-                     *map(form_of, tensors), *others, *map(type, others),
-                     *(module.training for module in self.modules), *(w.requires_grad for w in weights))
-        addresses = [w.data_ptr() for w in (*weights, *(buffers[n] for buffers, n in self.buffers))]
-        found = self.by_signature.get(signature)
+        return (kind_of(tensors, weights, self.block.training), autocast, spec, tuple(places),
+                torch.is_inference_mode_enabled(), *map(form_of, tensors), *others, *map(type, others),
+                *(module.training for module in self.modules), *(w.requires_grad for w in weights))
+
+    def graphs_for(self, signature, flat, spec, places, tensors, weights):
+        """The BlockGraphs for a call, captured now if its signature came before; None where it runs as
+        before. Raises Uncapturable."""
         if signature in self.failed:
             raise Uncapturable(self.failed[signature])
-        if found is None or found[0] != addresses:
-            if found is not None:
+        addresses = [w.data_ptr() for w in (*weights, *(buffers[n] for buffers, n in self.buffers))]
+        held = self.by_signature.get(signature)
+        if held is None or held[0] != addresses:
+            if held is not None:
                 self.moves[signature] = self.moves.get(signature, 0) + 1
             if self.moves.get(signature, 0) > MOST_MOVES:
                 raise Uncapturable("its weights move, as sharded ones do")
             if signature not in self.seen or in_backward():  # where nothing can be captured
                 self.seen.add(signature)
-                return None, None
+                return None
             try:
-                made = self.capture(flat, spec, places, tensors, weights, kind, autocast)
+                made = self.capture(flat, spec, places, tensors, weights, *signature[:2])
             except Exception as error:  # whatever it is: the block's own forward says it, too, or runs
                 first = str(error).partition("\n")[0][:150]
                 words = first if isinstance(error, Uncapturable) else (
                     f"it cannot be captured ({type(error).__name__}: {first})")
                 self.failed[signature] = words
                 raise Uncapturable(words) from error
-            found = self.by_signature[signature] = addresses, made
+            held = self.by_signature[signature] = addresses, made
             if len(self.by_signature) > MOST:
                 self.by_signature.popitem(last=False)
         self.by_signature.move_to_end(signature)
-        return found[1], weights
+        return held[1]
 
     @contextlib.contextmanager
     def holding(self, aliases, weights):

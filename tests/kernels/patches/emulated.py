@@ -78,12 +78,15 @@ class Stream:
         pass
 
 
+ONLY_STREAM = Stream()
+
+
 class Cuda:
     """What graphs.py calls of torch.cuda."""
     CUDAGraph, shared = Graph, None
     default_generators = {None: Generator}
     get_rng_state, set_rng_state = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
-    current_stream = staticmethod(Stream)
+    current_stream = staticmethod(lambda device=None: ONLY_STREAM)
     stream = device = staticmethod(lambda _: contextlib.nullcontext())
     synchronize = staticmethod(lambda: None)
 

@@ -1,6 +1,8 @@
 """patch(model, graphs=True): real blocks in CUDA graphs give what they give without. On a CPU graphs are
 emulated, and hold the blocks' own code."""
 import copy
+import functools
+import threading
 import warnings
 
 import pytest
@@ -10,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from evoformer_kernels import patch
-from evoformer_kernels.patches import triangle
+from evoformer_kernels.patches import graphs, triangle
 from tests.kernels.clients.blocks import Problem, errors
 from tests.kernels.patches import emulated
 from tests.kernels.rule import equal
@@ -39,10 +41,10 @@ class Called:
         self.masks = self.problem.masks(torch.float32)
 
     def outputs(self, model, mode="kept"):
-        given = {name: None for name in self.problem.block.tensors}
+        given, masks = {name: None for name in self.problem.block.tensors}, self.masks
 
         def call(*tensors):
-            out = model(**given | dict(zip(self.names, tensors, strict=True)), **self.masks)
+            out = model(**given | dict(zip(self.names, tensors, strict=True)), **masks)
             return tuple(x for x in (out if isinstance(out, tuple) else (out,)) if x is not None)
         on_gpu = self.tensors[0].is_cuda
         with self.problem.project.loaded(), torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
@@ -188,6 +190,84 @@ def test_weights_that_move_are_captured_anew_and_no_more_than_thrice(device):
         assert patched.report()["model"] == ("graph, kept" if moves < 4 else "own code: its weights move, as "
                                              "sharded ones do")
     assert all(x is None or x.isfinite().all() for x in found.values())
+
+
+def test_graphs_that_go_before_their_recomputation_still_run_it(device, as_in_graphs, monkeypatch):
+    """Two signatures in turn, of which one alone is held: what a checkpoint saves goes by order."""
+    monkeypatch.setattr(graphs, "MOST", 1)
+    called = Called(*BLOCKS[0], device)
+    blocks = [called.model, copy.deepcopy(called.model)]
+    patch(blocks[0])
+    patch(blocks[1], graphs=True)
+
+    def losses(block):
+        for dtype in (torch.float32, torch.bfloat16):
+            called.masks = {name: mask.to(dtype) for name, mask in called.masks.items()}
+            outs = called.outputs(block, "recomputed, with more")
+            yield sum((x.float() * called.there(x)).square().mean() for x in outs)
+    for _ in range(3):
+        own, replayed = (torch.autograd.grad(sum(losses(block)), called.tensors) for block in blocks)
+        assert not far(dict(enumerate(replayed)), dict(enumerate(own)))
+
+
+def test_a_forward_that_is_replaced_later_is_seen(device):
+    called = Called(*BLOCKS[0], device)
+    patched = patch(called.model, graphs=True)
+    for _ in range(3):
+        called.step(called.model)
+    assert patched.report()["model"] == "graph, kept"
+    called.model.transition_z.forward = torch.zeros_like
+    for _ in range(3):
+        called.model.zero_grad()
+        found = called.step(called.model)
+    assert found["transition_z.fc1.weight"] is None and patched.report()["model"] == "graph, kept"
+
+
+def test_a_copy_of_a_captured_model_has_graphs_of_its_own(device, as_in_graphs):
+    """As a moving average of its weights."""
+    called = Called(*BLOCKS[0], device)
+    patch(called.model, graphs=True)
+    for _ in range(3):
+        expected = called.step(called.model)
+        called.model.zero_grad()
+    other = copy.deepcopy(called.model)
+    with torch.no_grad():
+        for parameter in called.model.parameters():
+            parameter.zero_()
+    for _ in range(3):
+        found = called.step(other)
+        other.zero_grad()
+    assert other.forward.why == "graph, kept" and not far(found, expected)
+
+
+def test_threads_and_any_hooks_for_saved_tensors(device):
+    """The tensors that go in and out of graphs are shared: threads wait for each other."""
+    called, wrong = Called(*BLOCKS[0], device), []
+    called.model.eval()
+    patch(called.model, graphs=True)
+    tensors = [{name: t.detach() * scale for name, t in zip(called.names, called.tensors, strict=True)}
+               for scale in (1.0, -1.0)]
+
+    def outputs(given):
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda"):
+            return called.model(**given, **called.masks)
+    with called.problem.project.loaded():
+        for _ in range(2):
+            expected = [outputs(given) for given in tensors]
+
+        def run(given, truth):
+            for _ in range(20):
+                if not all(map(torch.equal, outputs(given), truth)):
+                    wrong.append(given)
+        threads = [threading.Thread(target=run, args=each) for each in zip(tensors, expected, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    keep = functools.partial(lambda t: t)
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        called.step(called.model)
 
 
 def test_on_a_cpu_blocks_run_as_they_were():
