@@ -25,10 +25,10 @@ class Plan:
     its arguments and its candidates; fitted(config): the configuration for these sizes, with constants; and
     programs(grid): how many programs store partial sums.
     """
-    name, kept = "", {}  # of each subclass its own
+    name, cache = "", {}  # of each subclass its own
 
     def __init_subclass__(cls):
-        cls.kept = {}
+        cls.cache = {}
 
     def __init__(self, x):
         self.fake, self.bound = is_fake(x), {}  # bound: launches that are ready, by name
@@ -41,7 +41,7 @@ class Plan:
         are measured, and for fake tensors."""
         if is_fake(inputs[0]):
             return cls(inputs, *settings)
-        return tuner.plan(cls.kept, (*looks(inputs), *settings), lambda: cls(inputs, *settings))
+        return tuner.plan(cls.cache, (*looks(inputs), *settings), lambda: cls(inputs, *settings))
 
     def programs(self, grid):
         return math.prod(grid)

@@ -13,7 +13,7 @@ import warnings
 
 from torch import nn
 
-from evoformer_kernels.patches.projects import BESIDE, BLOCKS, LAYERS, adds
+from evoformer_kernels.patches.projects import BLOCKS, LAYERS, OPTIONAL, adds
 from evoformer_kernels.patches.triangle import HOOKS, Unfit, require
 
 CLASSES = {name for readers in LAYERS.values() for name in readers}
@@ -107,7 +107,7 @@ def blocks_of(model):
     return found
 
 
-def known(layer):
+def reader_of(layer):
     """The function that reads this layer, or None for a module that is no triangle layer."""
     own = type(layer)
     definer = next(base for base in own.__mro__ if "forward" in vars(base))
@@ -124,7 +124,7 @@ def beside(model, smallest):
     """A Forward for each layer beside the triangles that is as known here."""
     for module in list(model.modules()):
         own = type(module)
-        part_of, read = BESIDE.get(own.__module__.partition(".")[0], {}).get(own.__name__, (None, None))
+        part_of, read = OPTIONAL.get(own.__module__.partition(".")[0], {}).get(own.__name__, (None, None))
         with contextlib.suppress(AttributeError, ValueError):
             part = part_of and part_of(module)
             if part is not None and "forward" not in vars(part):
@@ -151,17 +151,18 @@ def patch(model: nn.Module, smallest: int = 0, graphs: bool = False) -> Patch:
     transitions and Boltz' pair biases, which report() lists and no warning mentions; returns a Patch.
 
     smallest: residues below which a layer keeps its own forward. graphs: whether blocks that repeat are
-    captured in CUDA graphs, by the signatures of their calls, and replayed (graphs.py). Where a call does not
-    fit the kernels (a CPU's tensors, float32, widths), the layer's own forward runs, and a warning says so
-    once. Chunk sizes are ignored. Masked positions of the result are undefined, and there are no second
-    derivatives.
+    captured in CUDA graphs, by the signatures of their calls, and replayed (graphs.py). What is no argument,
+    parameter or buffer of a block then stays as it was captured, such as a flag that is set later: undo() and
+    patch again. Where a call does not fit the kernels (a CPU's tensors, float32, widths), the layer's own
+    forward runs, and a warning says so once. Chunk sizes are ignored. Masked positions of the result are
+    undefined, and there are no second derivatives.
     ValueError, with nothing changed, for a model without such layers, for one that is patched, and for a
     layer with such a name that is another, or has parameters that are not known here. An argument that is
     not known here leaves a call to the layer.
     """
     forwards, said = [], set()
     for layer in model.modules():
-        read = known(layer)
+        read = reader_of(layer)
         if read is None:
             continue
         if "forward" in vars(layer):

@@ -71,10 +71,10 @@ def projection_of_pairs(layer):
 
 
 # {package: {class: (which part of it runs in kernels, that part's reader)}}, without a word where it cannot
-BESIDE_BOLTZ = dict(Transition=(itself, boltz_transition),
-                    AttentionPairBias=(projection_of_pairs, lambda part: PairBias(part[0], part[1])))
-BESIDE = {"openfold3": dict(SwiGLUTransition=(itself, openfold3_transition)), "boltz": BESIDE_BOLTZ,
-          "boltzgen": BESIDE_BOLTZ, "protenix": dict(Transition=(itself, protenix_transition))}
+OPTIONAL_BOLTZ = dict(Transition=(itself, boltz_transition),
+                      AttentionPairBias=(projection_of_pairs, lambda part: PairBias(part[0], part[1])))
+OPTIONAL = {"openfold3": dict(SwiGLUTransition=(itself, openfold3_transition)), "boltz": OPTIONAL_BOLTZ,
+            "boltzgen": OPTIONAL_BOLTZ, "protenix": dict(Transition=(itself, protenix_transition))}
 OF_BOLTZ = {"PairformerLayer", "PairformerNoSeqLayer", "MSALayer"}
 BLOCKS = {  # {package: classes of blocks that repeat, which graphs.py captures}
     "openfold": {"EvoformerBlock", "ExtraMSABlock", "TemplatePairStackBlock"},
