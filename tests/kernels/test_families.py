@@ -140,12 +140,12 @@ def test_a_plan_that_was_kept_gives_the_bits_of_a_new_one(family, Kept):
     """Of other numbers in other places, too."""
     ours, _, tensors = made(family, torch.bfloat16, first(family))
     others = [t.flip(0) for t in tensors]
-    Kept.kept.clear()
+    Kept.cache.clear()
     gradients(ours, tensors)
-    plans = len(Kept.kept)
+    plans = len(Kept.cache)
     found = gradients(ours, others)
-    assert len(Kept.kept) == plans == 2  # of forward and of backward
-    Kept.kept.clear()
+    assert len(Kept.cache) == plans == 2  # of forward and of backward
+    Kept.cache.clear()
     assert equal(found, gradients(ours, others))
 
 
