@@ -163,8 +163,7 @@ def compare_apart(program, words, directory, stop, seconds=math.inf, patience=0)
             if ended_here:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    # after Ctrl-C somebody waits for us
-                    process.wait(min(patience, 0.5) if stop.signal else patience)
+                    process.wait(min(patience, 0.5) if stop.signal else patience)  # who pressed Ctrl-C waits
             with contextlib.suppress(ProcessLookupError):  # if it has left no process of its own
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

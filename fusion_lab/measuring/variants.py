@@ -50,7 +50,7 @@ def fusion_named(name, given):
     kind = type(given)
     switches = {spelled(switch): switch for switch in kind.names()}
 
-    def turned(fusion, words, on):  # is called once `whole`, which its error names, is there
+    def turned(fusion, words, on):  # for an unknown word its error lists `whole`, which is below
         if unknown := [word for word in words if word not in switches]:
             names = ", ".join((*whole, f"{ONLY}X", f"{WITHOUT}X", "X+Y", f"{FUSED}+X"))
             possible = [*switches, *(whole if name.startswith(unknown[0]) else ())]

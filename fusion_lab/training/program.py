@@ -2,9 +2,9 @@
 
 A Program is three configs whose fields are flags, and Model, Data and Trainer classes. What the lab asks of a
 model and its data are methods with defaults here; tests/second_program.py is small and overrides few. Also by
-name: Trainer's attributes and methods, and train() in its module (tiny_openfold_v2.py); fields `dropout`
-(measuring/accuracy.py) and `enable_triton_*`, of which `weight_gradients` needs the compiler (measuring/
-retune.py); split_packed() and adapt() of modules with packed weights (training/checkpoints.py).
+name: Trainer's attributes and methods, and train() in its module (tiny_openfold_v2.py); the fields `dropout`
+(accuracy.py) and `enable_triton_*`, `enable_triton_weight_gradients` among them (retune.py); split_packed()
+and adapt() of modules with packed weights (checkpoints.py).
 Every model's file ends in `PROGRAM = Program(...)`, and the lab's tools get it from there (`--program FILE`).
 """
 import importlib
