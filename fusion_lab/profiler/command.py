@@ -52,7 +52,7 @@ def make_parser(program):
                        "alone, each left out, all, all compiled: compared as by --compare-fusion, then a "
                        "session of each (default: off)")
     sorts.add_argument("--compare-v1", action="store_true",
-                       help="the same for the baseline, which is V1, and what is given (default: off)")
+                       help="the same for the baseline, V1, and what is given; both are run (default: off)")
     return parser
 
 
