@@ -31,7 +31,7 @@ from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, ProfilerConfig, Switches, option, shared
 from fusion_lab.training.program import Program
 from tiny_openfold.layers import kernel_switches
-from tiny_openfold.proteins.options import TrainingConfig, products_of
+from tiny_openfold.proteins.options import TrainingConfig, arithmetic_of
 
 # --------------------------------------------------------------------------------------------------------
 # Configs of model and fusion; each field is a command-line flag
@@ -104,21 +104,22 @@ class FusionConfig(Switches):
     enable_triton_weight_gradients: bool = option(False, "adds a block's small gradients and partial sums in "
                                                   "one launch each", ultra=True)
 
-    def weight_first(self, samples, rows, residues, hidden, products):
-        """Whether the outer product mean multiplies by its weight before it sums over rows. products: what
-        gpu_products() says. With 4 N <= S the largest tensor, (h, N, S, c_z), is no larger than the other
-        order's, (S, S, h * h), for c_z up to 4 h; at 4 N = S our kernel for that order is as fast. It takes
-        about N / h times the multiplications, which set float32's time on a GPU: there it must save half of
-        them. It loops over samples, and for several small ones the launches cost more than it saves."""
-        kernel = products == "half" and self.enable_triton_outer_layout
+    def weight_first(self, samples, rows, residues, hidden, arithmetic):
+        """Whether the outer product mean multiplies by its weight before it sums over rows. arithmetic: on a
+        GPU "half" (16 bits) or "float32" (without TF32); None in any other way. With 4 N <= S the largest
+        tensor, (h, N, S, c_z), is no larger than the other order's, (S, S, h * h), for c_z up to 4 h; at
+        4 N = S our kernel for that order is as fast. It takes about N / h times the multiplications, which
+        set float32's time on a GPU: there it must save half of them. It loops over samples, and for several
+        small ones the launches cost more than it saves."""
+        kernel = arithmetic == "half" and self.enable_triton_outer_layout
         few = 4 * rows < residues or 4 * rows == residues and not kernel
-        many_multiplications = products == "float32" and 2 * rows > hidden
+        many_multiplications = arithmetic == "float32" and 2 * rows > hidden
         return (self.enable_opm_fusion and few and not many_multiplications
                 and (samples == 1 or residues >= 128))
 
     def idle(self, settings, on_gpu):
-        c, training, products = settings.model, settings.training, products_of(settings.training, on_gpu)
-        first = self.weight_first(training.batch_size, c.num_seqs, c.seq_len, c.outer_product_dim, products)
+        c, training, arithmetic = settings.model, settings.training, arithmetic_of(settings.training, on_gpu)
+        first = self.weight_first(training.batch_size, c.num_seqs, c.seq_len, c.outer_product_dim, arithmetic)
         auto = self.enable_flash_attention and self.attention_backend == "auto"
         reasons = super().idle(settings, on_gpu) | {name: why for name, holds, why in (
             ("enable_opm_fusion", self.enable_opm_fusion and not first,
@@ -127,7 +128,7 @@ class FusionConfig(Switches):
              "--attention-backend is for fused attention"),
             ("enable_triton_attention", self.enable_triton_attention and not auto,
              "triton-attention gives way to the attention that was asked for"),
-            ("enable_triton_outer_layout", self.enable_triton_outer_layout and first and products == "half",
+            ("enable_triton_outer_layout", self.enable_triton_outer_layout and first and arithmetic == "half",
              "triton-outer-layout is for outer products that are not re-associated"),
             ("enable_triton_weight_gradients",
              self.enable_triton_weight_gradients and not self.enable_torch_compile,
@@ -139,14 +140,14 @@ class FusionConfig(Switches):
             (c.pair_dim, c.msa_heads), training.use_amp, on_gpu)
 
 
-KNOWN = dict(
+WITHOUT_TORCH = dict(  # of PROGRAM, the parts that need no torch
     file=__file__, about=__doc__, suffix="v2", version="v2_fused", model_config=TinyOpenFoldConfig,
     training_config=TrainingConfig, fusion_config=FusionConfig,
     axes=dict(batch_size="B", seq_len="S", num_seqs="N"),
     demo=dict(num_blocks=1, seq_len=32, batch_size=8, learning_rate=2e-3, num_steps=120, log_every=10,
               eval_every=30))
 
-flags.judge(__name__, **KNOWN)  # before torch is imported, which takes seconds; see PROGRAM for the rest
+flags.judge(__name__, **WITHOUT_TORCH)  # before torch is imported, which takes seconds
 
 import contextlib
 from functools import cached_property, partial
@@ -340,8 +341,8 @@ class OuterProductMean(PackedProjections):
 
     def weight_first(self, x):
         """FusionConfig's rule for the MSA x (B, N, S, c_m), or for its sides."""
-        products = self.counted_as[0] if self.counted_as else fast_evoformer.gpu_products(x)
-        return self.fusion.weight_first(*x.shape[:3], self.widths["left_proj"], products)
+        arithmetic = self.counted_as[0] if self.counted_as else fast_evoformer.gpu_arithmetic(x)
+        return self.fusion.weight_first(*x.shape[:3], self.widths["left_proj"], arithmetic)
 
     def products_weight_first(self, left, right):
         """The same sums in another order: the tensor in the middle is (h, N, S, c_z), not (S, S, h, h)."""
@@ -516,15 +517,15 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
                 block.compile(**how)
 
     def compile_options(self):
-        """On a GPU small kernels share launches up to 128 residues: 4% faster at 64, 1.5% slower at 256."""
+        """Arguments of torch.compile for blocks and compiled_ends."""
         return dict(fullgraph=True, dynamic=False, options=dict(
             torch._inductor.list_mode_options(self.fusion.compile_mode),
-            combo_kernels=self.config.seq_len <= 128,
+            combo_kernels=self.config.seq_len <= 128,  # fewer launches: 4% faster at 64, 1.5% slower at 256
             **fast_evoformer.compiler_options(self.fusion)))
 
     @cached_property
-    def gpu_ends(self):
-        """embed and heads for a GPU, where they are worth compiling: for few launches."""
+    def compiled_ends(self):
+        """(embed, heads), compiled if asked; a GPU uses them, where fewer launches are worth compiling."""
         if not self.fusion.enable_torch_compile:
             return self.embed, self.heads
         return tuple(torch.compile(end, **self.compile_options()) for end in (self.embed, self.heads))
@@ -543,7 +544,7 @@ class TinyOpenFoldV2(nn.Module, EvoformerForLab):  # which answers the lab's que
         if self.config.coevolution != "none":  # outside of compiled code, in float32
             rows = msa_tokens if extra_msa is None else extra_msa
             features = coevolution.pair_features(rows.long(), seq_mask)
-        embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)
+        embed, heads = self.compiled_ends if msa_tokens.is_cuda else (self.embed, self.heads)
         msa, pair = self.run_blocks(*embed(msa_tokens, target, features), seq_mask, row_mask)
         return heads(msa, pair, only_loss, **targets)
 
@@ -742,7 +743,8 @@ def run_steps(trainer, source, profiling, counts, metrics, stop):
 
 
 def train(program, settings, compare_with=None, min_speedup=None):
-    """A training run from its start-up lines to its summary; returns its exit code."""
+    """A training run from its start-up lines to its summary; returns its exit code. compare_with: the file of
+    an earlier summary; min_speedup: over it, for exit code 0 (summary.too_slow). Raises UserError."""
     from fusion_lab.measuring import analysis, probe, summary
     from fusion_lab.measuring.metrics import Metrics, resumes
     from fusion_lab.measuring.recorders import Profiling
@@ -763,8 +765,8 @@ def train(program, settings, compare_with=None, min_speedup=None):
     with errors.StopRequest(patient=world.size > 1) as stop:  # a signal only asks to stop
         counts, metrics = probe.warm_up(trainer, source, stop), Metrics(trainer, folder)
         recorded = settings.profiler if world.first else ProfilerConfig()  # one rank records
-        num_steps = training.num_steps - trainer.step_number
-        with Profiling(recorded, device, trainer.model.sublayers(), counts, num_steps) as profiling:
+        steps_left = training.num_steps - trainer.step_number
+        with Profiling(recorded, device, trainer.model.sublayers(), counts, steps_left) as profiling:
             times = run_steps(trainer, source, profiling, counts, metrics, stop)
         # Write the summary before the last evaluation, which may fail, and again with it; say how it ended
         result = summary.summarise(trainer, counts, metrics.losses, profiling.untraced(times), stop.signal)
@@ -795,7 +797,7 @@ def open_source(settings):
 
 
 PROGRAM = Program(
-    **KNOWN,  # names, configs and sizes: see there
+    **WITHOUT_TORCH,  # names, configs and sizes
     model=TinyOpenFoldV2, trainer=Trainer, data=open_source,  # the lab imports no model: it is handed them
     modes={"--contacts": "tiny_openfold.proteins.prediction:contacts",
            "--fold": "tiny_openfold.proteins.fold_prediction:fold"})
@@ -804,8 +806,8 @@ PROGRAM = Program(
 def run(argv=None, program=PROGRAM):
     """Do what the command line asks, of whichever program; returns the exit code. Raises UserError."""
     program, arguments, settings, mode = flags.asked(argv, program)
-    if verb := flags.verb(program, arguments, mode):
-        return verb(program, settings)
+    if function := flags.mode_function(program, arguments, mode):
+        return function(program, settings)
     return train(program, settings, arguments.compare_with_v1, arguments.min_speedup)
 
 

@@ -78,13 +78,13 @@ class MpnnSwitches(Switches):
         return found
 
 
-KNOWN = dict(
+WITHOUT_TORCH = dict(
     file=__file__, about=__doc__, suffix="protein_mpnn", version="protein_mpnn", model_config=MpnnConfig,
     training_config=MpnnTraining, fusion_config=MpnnSwitches, axes=dict(batch_size="B", seq_len="L"),
     demo=dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64, batch_size=8, learning_rate=2e-3,
               num_steps=300, log_every=20, eval_every=100))
 
-flags.judge(__name__, **KNOWN)  # before torch is imported, which takes seconds
+flags.judge(__name__, **WITHOUT_TORCH)  # before torch is imported, which takes seconds
 
 import torch
 import torch.nn as nn
@@ -390,7 +390,7 @@ class GraphsByLength(Trainer):
         return loss
 
 
-PROGRAM = Program(**KNOWN, model=ProteinMPNN, data=backbones.open_source, trainer=GraphsByLength)
+PROGRAM = Program(**WITHOUT_TORCH, model=ProteinMPNN, data=backbones.open_source, trainer=GraphsByLength)
 
 if __name__ == "__main__":
     sys.exit(main(program=PROGRAM))

@@ -58,8 +58,8 @@ class LlamaTraining(TrainingConfig):
                        metavar="PATH")
     compare_ultra: bool = option(
         False, "one kernel a block, beside CUDA graphs and torch.compile, four shapes",
-        mode=("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "seed", "device",
-              "profile_dir", "json"))
+        takes=("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "seed",
+               "device", "profile_dir", "json"))
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class LlamaSwitches(Switches):
         return found
 
 
-KNOWN = dict(
+WITHOUT_TORCH = dict(
     file=__file__, about=__doc__, suffix="tiny_llama_v2", version="tiny_llama_v2", model_config=LlamaConfig,
     training_config=LlamaTraining, fusion_config=LlamaSwitches, axes=dict(batch_size="B", seq_len="S"),
     demo=dict(hidden_size=128, intermediate_size=512, num_layers=4, num_heads=4, num_kv_heads=2, seq_len=128,
               batch_size=16, learning_rate=2e-3, num_steps=500, log_every=50, eval_every=250))
 
-flags.judge(__name__, **KNOWN)  # before torch is imported, which takes seconds
+flags.judge(__name__, **WITHOUT_TORCH)  # before torch is imported, which takes seconds
 
 import torch
 import torch.nn as nn
@@ -329,7 +329,7 @@ class TinyLlama(nn.Module, Model):
                     f"{c.num_kv_heads}", remarks=dict(enable_flash_attention=kernel))
 
 
-PROGRAM = Program(**KNOWN, model=TinyLlama, data=text.Bytes, trainer=Trainer,
+PROGRAM = Program(**WITHOUT_TORCH, model=TinyLlama, data=text.Bytes, trainer=Trainer,
                   modes={"--compare-ultra": ultra_block.compare_ultra})
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from fusion_lab.training import errors
 
 errors.begin(__name__)
 
-from fusion_lab.training.errors import MISSING, UserError, exit_code, interpreter_fault, require_packages
+from fusion_lab.training.errors import MISSING, UserError, exit_code, require_packages
 from fusion_lab.training.flags import Parser
 
 PUZZLES = {path.name[1]: path for path in sorted(HERE.glob("p*_*.py"))}
@@ -54,6 +54,7 @@ if DEVICE == "cpu":
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from puzzles.interpreter import interpreter_fault
 from puzzles.picture import Launch, draw
 
 SMALL, LARGE = 2, 64  # sizes of inputs: to check, and to time

@@ -11,7 +11,7 @@ import tempfile
 
 import pytest
 
-from fusion_lab.training.errors import interpreter_fault
+from puzzles.interpreter import interpreter_fault
 from tests.support import gone, require_shared, wait_for
 
 ENDED = "TESTS_SECOND_SESSION"  # the file into which the second session writes how it has ended

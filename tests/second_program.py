@@ -24,9 +24,9 @@ class MlpSwitches(Switches):
     enable_fused_residual: bool = option(False, "the residual in the epilogue of its GEMM", preset=True)
 
 
-KNOWN = dict(file=__file__, about=__doc__, suffix="mlp", version="mlp", model_config=MlpConfig,
+WITHOUT_TORCH = dict(file=__file__, about=__doc__, suffix="mlp", version="mlp", model_config=MlpConfig,
              training_config=TrainingConfig, fusion_config=MlpSwitches, axes=dict(batch_size="B", width="W"))
-flags.judge(__name__, **KNOWN)
+flags.judge(__name__, **WITHOUT_TORCH)
 
 import torch
 import torch.nn as nn
@@ -83,6 +83,6 @@ class Numbers(Data):
         return dict(x=x, target=x.flip(-1) * 0.5)
 
 
-PROGRAM = Program(**KNOWN, model=Mlp, data=Numbers, trainer=Trainer)
+PROGRAM = Program(**WITHOUT_TORCH, model=Mlp, data=Numbers, trainer=Trainer)
 if __name__ == "__main__":
     sys.exit(main(program=PROGRAM))

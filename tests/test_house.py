@@ -138,8 +138,8 @@ def small(program, **values):
 
 def each_switch(program, settings):
     """Settings with every switch that works here turned over, one at a time, and with all of the preset."""
-    fusion, off = settings.fusion, program.fusion_config.preset(False)
-    everything = dataclasses.replace(program.fusion_config.preset(True), enable_torch_compile=False)
+    fusion, off = settings.fusion, program.fusion_config.baseline()
+    everything = dataclasses.replace(program.fusion_config.preset(), enable_torch_compile=False)
     turned = [dataclasses.replace(fusion, **{name: not getattr(fusion, name)})
               for name in program.fusion_config.names() if name != "enable_torch_compile"]
     return [with_fusion(settings, f) for f in (off, everything, *turned)]
@@ -213,7 +213,7 @@ def test_accuracy_passes_and_catches_a_generic_mutant(program):
     for sublayer in program.model.SUBLAYERS:
         def mutant(config, fusion, sublayer=sublayer):
             model = program.model(config, fusion)
-            if fusion != program.fusion_config.preset(False):
+            if fusion != program.fusion_config.baseline():
                 dict(model.sublayers())[sublayer].register_forward_hook(spoil)
             return model
         broken = dataclasses.replace(program, model=mutant)

@@ -46,14 +46,14 @@ def results_and_gradients(trainer, batch):
     return {name: tensor.detach().cpu().double() for name, tensor in tensors.items()}
 
 
-def judge(fused, baseline, exact, epsilon, tolerances):
+def check_tensors(fused, baseline, exact, epsilon, tolerances):
     """Compare two dicts of tensors, each with the float64 one. Returns (summary, failures): largest and mean
     differences fused - baseline; and a line for every tensor that breaks the tolerances or the 3x rule."""
     failures, absolute, relative, worst_ratio = [], [], [], 0.0
-    largest = {}  # element of all outputs, and of all gradients
+    largest = {}  # {is_gradient: largest element of all of them, else of all outputs}
     for name, truth in exact.items():
-        kind = name.startswith(GRADIENT)
-        largest[kind] = max(largest.get(kind, 0.0), truth.abs().max().item())
+        is_gradient = name.startswith(GRADIENT)
+        largest[is_gradient] = max(largest.get(is_gradient, 0.0), truth.abs().max().item())
     for name, truth in exact.items():
         difference = (fused[name] - baseline[name]).abs()
         size = baseline[name].abs()
@@ -81,13 +81,13 @@ def judge(fused, baseline, exact, epsilon, tolerances):
 
 
 def compare_numerics(program, settings, device, note=lambda text: None):
-    """Run fused, baseline and float64 baseline on the same weights and batch; returns judge()'s verdict.
-    note(text) is told what goes on."""
+    """Run fused, baseline and float64 baseline on the same weights and batch; returns what check_tensors()
+    says. note(text) is told what goes on."""
     training = settings.training
     if hasattr(settings.model, "dropout"):
         settings = settings.having(dropout=0.0)  # three runs cannot draw the same masks
     masters = settings.fusion.enable_master_weights
-    off = program.fusion_config.preset(False)
+    off = program.fusion_config.baseline()
     plain = replace(settings, fusion=replace(off, enable_master_weights=masters))
     batch = to_device(program.data(settings).check_batch(), device)
     process_settings(settings, device)
@@ -108,7 +108,7 @@ def compare_numerics(program, settings, device, note=lambda text: None):
     dtype = baseline.amp_dtype or torch.float32
     tf32 = dtype == torch.float32 and runs_in_tf32(training, device)
     tolerances = (RTOL, ATOL) if dtype == torch.float32 and not tf32 else None
-    return judge(*runs, TF32_EPSILON if tf32 else torch.finfo(dtype).eps, tolerances)
+    return check_tensors(*runs, TF32_EPSILON if tf32 else torch.finfo(dtype).eps, tolerances)
 
 
 OF_THE_STEP = {"enable_cuda_graphs", "enable_master_weights", "enable_triton_adamw"}  # not of its gradients

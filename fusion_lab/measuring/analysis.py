@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 
 from fusion_lab.measuring.clocks import quantiles
-from fusion_lab.measuring.flops import flops_by_sublayer
+from fusion_lab.measuring.flops import counts_by_sublayer
 from fusion_lab.measuring.ranges import PHASES, REST, place_of
 from fusion_lab.measuring.roofline import flops_share
 from fusion_lab.measuring.summary import launch_kind, provenance
@@ -34,11 +34,11 @@ def analysis_of(trainer, counts, times, peak, profiling):
     trace = TraceAnalysis(read_trace(profiling.trace), program.model.SUBLAYERS)
     step = of_a_step(profiling.untraced(times), trace)
     unrecorded = trace.unrecorded(counts.graph_kernels)
-    flops = flops_by_sublayer(program, settings, trainer.device.type == "cuda")
+    flops = counts_by_sublayer(program, settings, trainer.device.type == "cuda")
     entries = sublayer_entries(trace, counts, profiling.samples)
     inside = sum(e["share"] for e in entries if e["name"] != REST)
     outside = sum(e["share"] for e in entries if e["direction"] in (OUTSIDE, NOT_RECORDED))
-    clock = "CPU time, without the profiler" if profiling.without else "CPU time, under the profiler"
+    clock = f"CPU time, {'without' if profiling.steps_before_trace else 'under'} the profiler"
     result = dict(
         mode="pytorch_profiler", **provenance(settings, trainer.device), profile_steps=trace.steps,
         trace=os.path.basename(profiling.trace),
@@ -136,12 +136,12 @@ def findings(analysis):
         name, share = next(iter(shares.items()))
         of = "GPU time" if analysis["unit"] == "kernel" else "measured time"
         sentences = [f"`{name}` is the heaviest sub-layer: {100 * share:.0f}% of the {of}, with "
-                 f"{100 * analysis['flops_share'][name]:.0f}% of the sub-layers' FLOPs. Whatever makes it "
-                 f"faster, the {of} gains at most a factor of {at_most(share):.2f}."]
+                     f"{100 * analysis['flops_share'][name]:.0f}% of the sub-layers' FLOPs. Whatever makes "
+                     f"it faster, the {of} gains at most a factor of {at_most(share):.2f}."]
     if total := sum(saved.values()):
         name = max(saved, key=saved.get)
         sentences.append(f"`{name}` keeps most for the backward pass: {saved[name]:.1f} of {total:.1f} MB, "
-                     f"{100 * saved[name] / total:.0f}%.")
+                         f"{100 * saved[name] / total:.0f}%.")
     if analysis["launch"]:
         sentences.append(f"The step is {analysis['launch']['text']}.")
     return sentences

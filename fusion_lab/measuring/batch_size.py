@@ -7,7 +7,7 @@ import sys
 import time
 
 from fusion_lab.measuring import compare
-from fusion_lab.measuring.bench import alternate, release, warm_up
+from fusion_lab.measuring.bench import alternate, prepare_all, release
 from fusion_lab.measuring.tables import cell
 from fusion_lab.measuring.variants import GIVEN, Variant
 from fusion_lab.training import flags
@@ -34,7 +34,7 @@ def row_of(program, settings, device, batch_size, stop):
     chosen = settings.having(batch_size=batch_size)
     variant, batch = Variant(GIVEN, chosen), to_device(program.data(chosen).batch(0), device)
     candidate = compare.candidate_of(program, variant, device)
-    warm_up([candidate], batch, device)
+    prepare_all([candidate], batch, device)
     alternate([candidate], [batch], ROUNDS, stop)
     row = compare.row_of(variant, candidate, candidate)
     candidate.trainer = None
@@ -52,8 +52,8 @@ def by_straight_line(peaks, limit):
 
 
 def search(measure, first, limit, stop):
-    """({batch size: Row} as measured, the largest batch size by the straight line or None). measure(batch
-    size) gives a Row; limit: MB."""
+    """({batch size: Row} as measured, None). Where SECONDS ran out, a forecast instead of None: the largest
+    batch size by the straight line, which was not measured. measure(batch size) gives a Row; limit: MB."""
     began, rows, size = time.monotonic(), {}, first
     while size not in rows and not stop.signal:
         row = rows[size] = measure(size)
@@ -89,7 +89,7 @@ def run(argv=None):
     if free is None:
         raise UserError(f"--target-memory-usage: {device} does not say how much memory is free")
     RunDirectory(program, settings).claim()
-    limit = share * free / MEGABYTE
+    limit, stop = share * free / MEGABYTE, StopRequest()
     print(f"Device: {device} | {free / GIGABYTE:.1f} GB are free, of which a step may take {share:.0%}")
 
     def measure(size):
@@ -99,7 +99,7 @@ def run(argv=None):
               f"{cell(row.peak_memory_mb, '.1f') or 'unknown'} MB"), flush=True)
         return row
 
-    with StopRequest() as stop:
+    with stop:
         rows, forecast = search(measure, getattr(arguments, "batch_size", 1), limit, stop)
     return conclude(program, settings, rows, forecast, limit) or (128 + stop.signal if stop.signal else 0)
 

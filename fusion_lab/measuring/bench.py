@@ -40,7 +40,7 @@ class Candidate:
         self.trainer, self.counts, self.timer, self.losses = None, None, None, []
         self.first_loss, self.first_step_time, self.peak = None, None, None
 
-    def warm_up(self, batch, device, workspace):
+    def prepare(self, batch, device, workspace):
         """Make the trainer and count one of its steps; a Trainer's weights are as before. Peak memory (MB) is
         that of two steps, after those that make what stays. It holds this batch and the workspace (bytes)
         that a library keeps for all, but nothing else that was there before."""
@@ -95,15 +95,15 @@ def release():
         torch.cuda.empty_cache()
 
 
-def warm_up(candidates, batch, device, note=lambda text: None):
-    """Warm up the candidates that have no reason against it, one after the other; note(text) is told what
+def prepare_all(candidates, batch, device, note=lambda text: None):
+    """Prepare the candidates that have no reason against it, one after the other; note(text) is told what
     goes on."""
     workspace = library_workspace(device)
     wanted = [candidate for candidate in candidates if not candidate.reason]
     for number, candidate in enumerate(wanted, 1):
         note(f"counting memory and launches of {candidate.name}, {number} of {len(wanted)}")
         with reasons(candidate):
-            candidate.warm_up(batch, device, workspace)
+            candidate.prepare(batch, device, workspace)
         release()
 
 
@@ -117,7 +117,7 @@ def library_workspace(device):
     return torch.cuda.memory_allocated(device) - before
 
 
-def alternate(candidates, supply, rounds, request, note=lambda text: None):
+def alternate(candidates, supply, rounds, stop, note=lambda text: None):
     """Timed steps of all candidates in turn; each round begins with another one. note(text) is told from time
     to time how long it will take. Returns in words how it ended."""
     began = told = time.monotonic()
@@ -125,7 +125,7 @@ def alternate(candidates, supply, rounds, request, note=lambda text: None):
         alive = [candidate for candidate in candidates if not candidate.reason]
         first = number % max(1, len(alive))
         for candidate in alive[first:] + alive[:first]:
-            if request.signal:
+            if stop.signal:
                 return f"interrupted after {counted(number, 'round')}"
             with reasons(candidate):
                 candidate.take_turn(number, supply[number % len(supply)])
@@ -170,7 +170,7 @@ def contest(made, only, batch, device, rounds, count=only_a_graph):
     if not entered:
         raise UserError(f"--only {only}: no contender has such a name")
     batch = to_device(batch, device)
-    warm_up(entered, batch, device)
+    prepare_all(entered, batch, device)
     alternate(entered, [batch], rounds, NEVER)
     rows = []
     for one in entered:
@@ -189,7 +189,7 @@ def ours(program, settings, device, switches):
     the baseline}. One that runs like an earlier one here is left out."""
     makers, known, kind = {}, set(), program.fusion_config
     for name, given in switches.items():
-        fusion = kind.preset(False) if given is None else kind(
+        fusion = kind.baseline() if given is None else kind(
             **dict.fromkeys(given, True), enable_master_weights=settings.training.use_amp)
         chosen = with_fusion(settings, fusion)
         runs = at_work(chosen, device.type == "cuda")
@@ -200,7 +200,7 @@ def ours(program, settings, device, switches):
 
 
 def clipped_step(loss, model, optimizer, mark):
-    """The rest of a peer's training step after its forward pass, as Trainer.step does it."""
+    """The rest of a peer's step after its forward pass; clips to --grad-clip's default and marks once."""
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

@@ -49,7 +49,7 @@ class PhaseTimer:
         for marks in whole:
             self.read.extend(a.elapsed_time(b) / 1e3 if self.on_gpu else b - a
                              for a, b in zip(marks, marks[1:], strict=False))
-        self.steps = self.steps[len(whole):]
+        self.steps = self.steps[len(whole):]  # a step that was broken off can only be the last one
         return np.array(self.read).reshape(-1, self.phases)[-last:]
 
 

@@ -1,8 +1,8 @@
 """compare(): the only measurement of variants. --compare-fusion and the session's --ablation call it, and
 a study starts --compare-fusion once for each of its shapes and runs.
 
-Eager variants share this process and its bench. A variant that compiles is the same command line in a process
-of its own, beside a baseline; these processes run one after the other.
+Eager variants share this process and its bench. Among more than two rows, one that compiles or is captured is
+measured by the same command line in a process of its own, beside a baseline; these run one after the other.
 """
 import contextlib
 import math
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_lab.measuring.bench import NEVER, ROUNDS, SECONDS, Candidate, alternate, release, warm_up
+from fusion_lab.measuring.bench import NEVER, ROUNDS, SECONDS, Candidate, alternate, prepare_all, release
 from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.gains import Gain, gain_of_rounds
 from fusion_lab.measuring.probe import probe
@@ -145,7 +145,7 @@ def row_of(variant, candidate, baseline):
         first_loss=candidate.losses[0], final_loss=candidate.losses[rounds - 1])
 
 
-def compare_apart(program, words, directory, request, seconds=math.inf, patience=0):
+def compare_apart(program, words, directory, stop, seconds=math.inf, patience=0):
     """--compare-fusion by a command line of these words, in a process of its own that writes into a
     directory. Returns (the content of its JSON, or {}; why it failed, or None). A signal or the time limit
     ends it, and patience is the seconds that it has to end what it has started."""
@@ -156,34 +156,33 @@ def compare_apart(program, words, directory, request, seconds=math.inf, patience
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
             env=child_environment(), start_new_session=True)
         try:
-            while process.poll() is None and not request.signal and time.monotonic() < end:
+            while process.poll() is None and not stop.signal and time.monotonic() < end:
                 time.sleep(0.1)
         finally:
             ended_here = process.poll() is None
             if ended_here:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    # after Ctrl-C somebody waits for us
-                    process.wait(min(patience, 0.5) if request.signal else patience)
+                    process.wait(min(patience, 0.5) if stop.signal else patience)  # who pressed Ctrl-C waits
             with contextlib.suppress(ProcessLookupError):  # if it has left no process of its own
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         errors.seek(0)
         reason = why(process.returncode, errors.read(), program.name)
     if ended_here:
-        reason = CUT_SHORT if request.signal else f"not done after {seconds} s"
+        reason = CUT_SHORT if stop.signal else f"not done after {seconds} s"
     try:
         return read_json(os.path.join(directory, program.result("fusion_comparison"))), reason
     except UserError as error:
         return {}, reason or str(error)
 
 
-def measure_apart(program, settings, variant, rounds, request):
+def measure_apart(program, settings, variant, rounds, stop):
     """The row of a variant, measured for `rounds` rounds by the same command line in a process of its own."""
     with tempfile.TemporaryDirectory() as place:
         words = [*command_line(program, settings), "--compare-fusion", "--variants", variant.name,
                  "--num-steps", str(rounds)]
-        content, reason = compare_apart(program, words, os.path.join(place, "comparison"), request)
+        content, reason = compare_apart(program, words, os.path.join(place, "comparison"), stop)
     if reason:
         return not_measured(variant, reason)
     entry = content["variants"][-1]
@@ -225,37 +224,38 @@ def compare(program: Program, settings: Settings, names: str | Sequence[str] | N
     wanted = [variant for variant in variants if not variant.reason]
     require_memory(program, device, *(variant.settings for variant in variants))
     begin(device)
-    apart = [variant for variant in wanted if variant.compiles and len(wanted) > 2]
+    # Two stay together: so the other process, which measure_apart() starts with two, measures both itself
+    apart = [variant for variant in wanted if variant.wants_own_process and len(wanted) > 2]
     together = [variant for variant in variants if variant not in apart]
     names = [variant.name for variant in (*together, *apart)]
     comparison = Comparison(about(program, settings, device), names)
     source = program.data(settings)
     supply = [to_device(source.batch(i), device) for i in range(min(rounds or ROUNDS, MOST_BATCHES))]
     candidates = [candidate_of(program, variant, device) for variant in together]
-    warm_up(candidates, supply[0], device, note)
+    prepare_all(candidates, supply[0], device, note)
 
     def tell():
         for row in comparison.rows:
             row.add_savings(comparison.rows[0])
         show(comparison)
 
-    with stop or contextlib.nullcontext(NEVER) as request:
+    with stop or contextlib.nullcontext(NEVER) as stop:
         limit = "" if rounds else f", or {SECONDS:g} s of them"
         note(f"{rounds or ROUNDS} rounds{limit}, in which each takes a step")
-        comparison.ended = alternate(candidates, supply, rounds, request, note)
+        comparison.ended = alternate(candidates, supply, rounds, stop, note)
         comparison.rows = [row_of(variant, candidate, candidates[0])
-                      for variant, candidate in zip(together, candidates, strict=True)]
+                           for variant, candidate in zip(together, candidates, strict=True)]
         ran = len(comparison.rows[0].step_times)
         comparison.about["training_params"]["num_steps"] = ran
         candidates.clear()  # the memory is for other processes
         release()
         tell()
         for number, variant in enumerate(apart, 1):
-            if request.signal:
+            if stop.signal:
                 comparison.rows.append(not_measured(variant, INTERRUPTED))
             else:
                 note(f"{variant.name} in a process of its own, which compiles: {number} of {len(apart)}")
-                comparison.rows.append(measure_apart(program, settings, variant, ran, request))
+                comparison.rows.append(measure_apart(program, settings, variant, ran, stop))
             tell()
     return comparison
 

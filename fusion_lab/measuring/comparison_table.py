@@ -68,17 +68,17 @@ def headline(rows, launch_kind):
     if after is before:
         return []
     speed, shorter = f"{after.speedup:.2f}x", cell(after.batch_time_reduction_percent, ".1f", unit="%")
-    slow = "a slowdown" * (round(after.speedup, 2) < 1)
+    slows = round(after.speedup, 2) < 1
     if after.gain.decided:
-        slow, rate = f" ({slow})" * bool(slow), after.samples_per_second
+        remark, rate = " (a slowdown)" * slows, after.samples_per_second
         old, new = after.baseline_batch_time, after.median_batch_time
-        rates = f"{slow} ({rate * new / old:.1f} -> {rate:.1f} samples/sec)"
-        times = f"{slow} ({1e3 * old:.2f} -> {1e3 * new:.2f} ms)"
+        rates = f"{remark} ({rate * new / old:.1f} -> {rate:.1f} samples/sec)"
+        times = f"{remark} ({1e3 * old:.2f} -> {1e3 * new:.2f} ms)"
     else:  # no medians, which may differ in the other direction than the ratios do
-        slow, low = f"{slow}, " * bool(slow), after.speedup_low
+        first, low = "a slowdown, " * slows, after.speedup_low
         doubt = "too few rounds to say" if low is None else "within noise"
         interval = "" if low is None else f"95% interval {low:.2f} to {after.speedup_high:.2f}, "
-        rates, times = f" ({slow}{interval}{doubt})", f" ({slow}{doubt})"
+        rates, times = f" ({first}{interval}{doubt})", f" ({first}{doubt})"
     launches = memory = f"not measured for {after.name}"
     if after.launch_reduction_percent is not None:
         launches = (f"{cell(after.launch_reduction_percent, '.1f', unit='%')} measured by {after.name} "
@@ -109,8 +109,8 @@ def below(comparison):
 
 
 def to_copy(program, settings, rows):
-    """The last lines: which rows do not have the baseline's first loss, and the command of the fastest other
-    row."""
+    """The last lines: which rows do not have the baseline's first loss, and the command of the fastest one
+    that beats the baseline beyond noise, or of the baseline."""
     before, allowed, lines = rows[0], 2e-2 if settings.training.use_amp else 1e-3, []
     best = before
     for row in rows[1:]:

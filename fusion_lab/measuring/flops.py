@@ -57,7 +57,7 @@ class Traffic(TorchDispatchMode):
         return result
 
 
-def counted(model, batch, mode, counting):
+def count_step(model, batch, mode, counting):
     """(FLOPs or bytes of a step, {sub-layer or its name + ".backward": the same}), within a mode."""
     # there is no formula for the fused attention of a CPU
     with mode, counting() as counter, sdpa_kernel(SDPBackend.MATH):
@@ -67,10 +67,10 @@ def counted(model, batch, mode, counting):
     return counter.total, sums.sums
 
 
-def flops_by_sublayer(program, settings, on_gpu, batch=None, counting=FlopCounter):
+def counts_by_sublayer(program, settings, on_gpu, batch=None, counting=FlopCounter):
     """{sub-layer or REST: FLOPs of one step}, forward and backward of all blocks, in the order of sums that
     these settings have on a GPU or elsewhere. batch: by default the program's first. counting: Traffic counts
-    bytes instead, in float32."""
+    bytes instead of FLOPs, in float32."""
     batch = program.data(settings).batch(0) if batch is None else batch
     once = {f.name: False for f in fields(settings.fusion) if f.metadata["recomputes"]}
     with torch.random.fork_rng([]):
@@ -78,13 +78,13 @@ def flops_by_sublayer(program, settings, on_gpu, batch=None, counting=FlopCounte
         model.count_as(settings.training, on_gpu)
         try:
             on_meta = {name: value.to("meta") for name, value in batch.items()}
-            total, sums = counted(model, on_meta, contextlib.nullcontext(), counting)
+            total, sums = count_step(model, on_meta, contextlib.nullcontext(), counting)
         except RuntimeError:  # a model that asks what device it is on, for its autocast; four times as slow
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             on_fake = {name: fake.from_tensor(value.cpu()) for name, value in batch.items()}
-            total, sums = counted(model.to_empty(device="cpu"), on_fake, fake, counting)
+            total, sums = count_step(model.to_empty(device="cpu"), on_fake, fake, counting)
     by_sublayer = dict.fromkeys((*program.model.SUBLAYERS, REST), 0)
-    for name, flops in sums.items():
-        by_sublayer[name.removesuffix(".backward")] += flops
+    for name, count in sums.items():
+        by_sublayer[name.removesuffix(".backward")] += count
     by_sublayer[REST] = total - sum(by_sublayer.values())
     return by_sublayer

@@ -45,10 +45,10 @@ def median_interval(values):
     """(low, high), a 95% confidence interval of the median of the distribution from which the values were
     drawn. Both are values of the sample, chosen by rank, so the form of the distribution does not matter.
     Fewer than six values give (None, None)."""
-    values, outside, missed = np.sort(values), 0, 0.0  # outside: values left out on either side
-    while (missed := missed + 2 * math.comb(len(values), outside) / 2 ** len(values)) <= 0.05:
-        outside += 1
-    return (float(values[outside - 1]), float(values[-outside])) if outside else (None, None)
+    values, rank, missed = np.sort(values), 0, 0.0  # rank: 1 if the interval ends at the smallest and largest
+    while (missed := missed + 2 * math.comb(len(values), rank) / 2 ** len(values)) <= 0.05:
+        rank += 1
+    return (float(values[rank - 1]), float(values[-rank])) if rank else (None, None)
 
 
 def gain_of_rounds(ratios):

@@ -7,7 +7,7 @@ import torch
 
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.counters import OpCounter, counting_saved, gpu_kernels, saved_activations
-from fusion_lab.measuring.flops import flops_by_sublayer
+from fusion_lab.measuring.flops import counts_by_sublayer
 from fusion_lab.measuring.ranges import PHASES, place_of, ranges, sums_by_range
 from fusion_lab.measuring.roctx import BLIND, GRAPHS
 from fusion_lab.training.feeding import to_device
@@ -27,7 +27,7 @@ class Counts:
     first_step_time: float | None = None  # s, compilation included
     graph_kernels: int | None = None  # that a replay of the step's graph runs
     uncounted: str | None = None  # why launches could not be counted
-    launches_by_range: dict | None = None  # by (sub-layer or "rest", direction or phase), on a CPU
+    launches_by_range: dict | None = None  # of launches_by_range(), on a CPU with --enable-pytorch-profiler
 
     @property
     def saved_mb(self):
@@ -38,7 +38,7 @@ def probe(trainer, batch, count_launches=True):
     """Counts of one step, after one that allocates what stays, compiles and captures. On a CPU, where no
     compiled code hides them, every operation of a step is counted."""
     model, on_gpu = trainer.model, trainer.device.type == "cuda"
-    counts = Counts({}, sum(flops_by_sublayer(trainer.program, trainer.settings, on_gpu, batch).values()))
+    counts = Counts({}, sum(counts_by_sublayer(trainer.program, trainer.settings, on_gpu, batch).values()))
     trainer.step(batch)
     if not on_gpu and not trainer.settings.fusion.enable_torch_compile:
         count_a_step(trainer, batch, counts)
@@ -69,7 +69,7 @@ def count_a_step(trainer, batch, counts):
             *(t for state in trainer.optimizer.state.values() for t in state.values())]
     with OpCounter() as counter, contextlib.ExitStack() as forward:
         counts.saved = forward.enter_context(counting_saved(model, model.sublayers()))
-        trainer.step(batch, forward.close)  # which is called first after the forward pass
+        trainer.step(batch, forward.close)  # as mark(): its first call, after forward, ends counting_saved()
     counts.launches, counts.timeline = counter.launches, counter.timeline
     counts.peak = counter.peak + sum(t.nbytes for t in held)
     if trainer.settings.profiler.enable_pytorch_profiler:
@@ -89,8 +89,8 @@ def launches_by_range(trainer, batch):
 
 
 def warm_up(trainer, source, stop=None):
-    """Untimed steps until a signal, then the probe; everything is restored afterwards, and peak memory begins
-    anew. Returns Counts."""
+    """--warmup-steps steps, fewer after a signal, then the probe; everything is restored afterwards, and peak
+    memory begins anew. Returns Counts."""
     world, times = trainer.world, []
     batch = to_device(source.part(trainer.step_number, world.rank, world.size), trainer.device)
     compiling = trainer.settings.fusion.enable_torch_compile

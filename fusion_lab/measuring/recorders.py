@@ -31,8 +31,8 @@ class Recorder:
     def step(self):
         """A step has ended."""
 
-    def pause(self, on):
-        """What comes next is no part of a step (on=False), or is one again."""
+    def listen(self, on):
+        """on: what comes next is part of a step again; else it is none until the next call."""
 
     def end(self, failed):
         """The last step has ended, or the run has failed."""
@@ -61,17 +61,18 @@ class RangeTimes(Recorder):
 
 class Trace(Recorder):
     """PyTorch's profiler, which traces the last steps of a run, at most --profile-steps. Before them comes
-    the step in which it starts, which is slow, and before that `without` steps run without it. `path` is the
-    trace's file, None where there is none."""
+    the step in which it starts, which is slow, and before that `steps_before_trace` run without it. `path` is
+    the trace's file, None where there is none."""
 
     def __init__(self, config, num_steps):
         start = int(num_steps > 1)
         self.config, self.path, self.number, self.open_ranges = config, None, 0, []
         self.traced = max(1, min(config.profile_steps, (num_steps - start) // 2))
-        self.without = self.ranges_from = num_steps - start - self.traced
-        plan = torch.profiler.schedule(wait=self.without, warmup=start, active=self.traced, repeat=1)
+        self.steps_before_trace = self.ranges_from = num_steps - start - self.traced
         self.profiler = torch.profiler.profile(
-            schedule=plan, on_trace_ready=self.write, record_shapes=True, acc_events=True,
+            schedule=torch.profiler.schedule(wait=self.steps_before_trace, warmup=start, active=self.traced,
+                                             repeat=1),
+            on_trace_ready=self.write, record_shapes=True, acc_events=True,
             profile_memory=config.enable_memory_profiling)
 
     def write(self, profiler):
@@ -82,7 +83,7 @@ class Trace(Recorder):
         self.profiler.__enter__()
 
     def enter(self, name):
-        if self.number >= self.without:
+        if self.number >= self.steps_before_trace:
             self.open_ranges.append(torch.profiler.record_function(name))
             self.open_ranges[-1].__enter__()
 
@@ -108,7 +109,7 @@ class OuterProfiler(Recorder):
     ranges_from = 0
 
     def begin(self):
-        self.pause(on=True)
+        self.listen(on=True)
 
     def enter(self, name):
         torch.cuda.nvtx.range_push(name)
@@ -116,7 +117,7 @@ class OuterProfiler(Recorder):
     def leave(self):
         torch.cuda.nvtx.range_pop()
 
-    def pause(self, on):
+    def listen(self, on):
         if torch.version.hip is None:
             (torch.cuda.profiler.start if on else torch.cuda.profiler.stop)()
             return
@@ -127,7 +128,7 @@ class OuterProfiler(Recorder):
 
     def end(self, failed):
         torch.cuda.synchronize()
-        self.pause(on=False)
+        self.listen(on=False)
 
 
 class MemoryProfile(Recorder):
@@ -155,13 +156,13 @@ class Profiling:
         on_gpu, recording = device.type == "cuda", config.enable_pytorch_profiler and num_steps > 0
         self.modules, self.hooks, self.number, self.off = named_modules, contextlib.ExitStack(), 0, False
         trace = Trace(config, num_steps) if recording else None
-        times = RangeTimes(trace.without or num_steps) if trace and not on_gpu else None
+        times = RangeTimes(trace.steps_before_trace or num_steps) if trace and not on_gpu else None
         outer = OuterProfiler() if config.enable_rocm_profiling and on_gpu else None
         memory = MemoryProfile(config, counts) if config.enable_memory_profiling else None
         if config.enable_rocm_profiling and not on_gpu:
             print("ROCm profiling: no GPU here, so no ranges for an outer profiler are emitted")
         self.tracer, self.times = trace, times
-        self.without = trace.without if trace else 0  # steps before the profiler; 0: it sees all
+        self.steps_before_trace = trace.steps_before_trace if trace else 0  # 0: the profiler sees all
         self.samples = times.samples if times else []
         self.recorders = [recorder for recorder in (memory, times, trace, outer) if recorder]
 
@@ -173,7 +174,7 @@ class Profiling:
     def untraced(self, steps):
         """The entries of steps, which has one for each step that ran, that the profiler did not see; all, if
         it saw all steps."""
-        return steps[:self.without or None]
+        return steps[:self.steps_before_trace or None]
 
     def __enter__(self):
         self.attach()
@@ -205,13 +206,13 @@ class Profiling:
         """Within, nothing is recorded: what runs there is no part of a step."""
         self.off = True
         for recorder in self.recorders:
-            recorder.pause(on=False)
+            recorder.listen(on=False)
         try:
             yield
         finally:  # a second pause in a row, after an error in here, would abort the process before ROCm 7.13
             self.off = False
             for recorder in self.recorders:
-                recorder.pause(on=True)
+                recorder.listen(on=True)
 
     def __exit__(self, kind, *_):
         self.hooks.close()

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from fusion_lab.measuring.clocks import PhaseTimer
-from fusion_lab.measuring.flops import Traffic, flops_by_sublayer
+from fusion_lab.measuring.flops import Traffic, counts_by_sublayer
 from fusion_lab.measuring.tables import cell
 from fusion_lab.measuring.variants import with_fusion
 from fusion_lab.training.machine import MEGABYTE, amp_dtype, runs_in_tf32
@@ -84,7 +84,7 @@ def total_bytes(cost):
 
 
 def flops_share(program, flops):
-    """{sub-layer: its share of the sub-layers' FLOPs}, of flops_by_sublayer()."""
+    """{sub-layer: its share of the sub-layers' FLOPs}, of counts_by_sublayer()."""
     total = sum(flops[name] for name in program.model.SUBLAYERS) or 1
     return {name: flops[name] / total for name in program.model.SUBLAYERS}
 
@@ -96,8 +96,8 @@ def roofline_table(program, settings, on_gpu, ceilings, seconds):
     with torch.device("meta"):
         costs = program.model(settings.model, settings.fusion).costs(settings.training)
     batch, rows = program.data(settings).batch(0), []
-    flops, baseline = flops_by_sublayer(program, settings, on_gpu, batch), settings.fusion.preset(False)
-    unfused = flops_by_sublayer(program, with_fusion(settings, baseline), on_gpu, batch, Traffic)
+    flops, baseline = counts_by_sublayer(program, settings, on_gpu, batch), settings.fusion.baseline()
+    unfused = counts_by_sublayer(program, with_fusion(settings, baseline), on_gpu, batch, Traffic)
     scale = 0.5 if settings.training.use_amp else 1  # it was counted in float32
     for name in program.model.SUBLAYERS:
         moved, measured = total_bytes(costs.get(name)), seconds.get(name)

@@ -73,12 +73,15 @@ MOST_TIMES = 1000  # of single steps in a summary, the last ones
 def of_steps(trainer, losses, times, batch_size):
     """The part of a summary about the steps, of which there was at least one."""
     steps = times.sum(axis=1)
-    phases = [None] * 3 if trainer.graph else map(float, times[:, 1:].mean(axis=0))
+    forward, backward, optimizer = [None] * 3 if trainer.graph else times[:, 1:].mean(axis=0).tolist()
     p20, median, p80 = quantiles(steps)
     mean = float(steps.mean())
-    return dict(zip(OF_STEPS, (batch_size / mean, mean, float(times[:, 0].mean()), *phases, median, p20, p80,
-                               losses[0], losses[-1], statistics.fmean(losses),
-                               steps[-MOST_TIMES:].round(7).tolist()), strict=True))
+    return dict(
+        avg_training_speed=batch_size / mean, avg_batch_time=mean, avg_data_time=float(times[:, 0].mean()),
+        avg_forward_time=forward, avg_backward_time=backward, avg_optimizer_time=optimizer,
+        median_batch_time=median, p20_batch_time=p20, p80_batch_time=p80, first_loss=losses[0],
+        final_loss=losses[-1], avg_loss=statistics.fmean(losses),
+        step_times=steps[-MOST_TIMES:].round(7).tolist())
 
 
 HEADLINES = ("first_loss", "final_loss", "avg_loss", "median_batch_time", "p20_batch_time", "p80_batch_time",
@@ -125,7 +128,7 @@ def read_summary(path):
 
 
 def rates(figures):
-    """Samples/s of every step of a performance_summary; empty if it has no times of single steps."""
+    """Samples/s of the last MOST_TIMES steps of a performance_summary; empty if it has no times of steps."""
     times = figures.get("step_times") or []
     return [figures["avg_training_speed"] * figures["avg_batch_time"] / time for time in times]
 

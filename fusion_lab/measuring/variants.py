@@ -28,7 +28,7 @@ class Variant:
     not_used: tuple = ()  # why switches that are on change nothing here, a sentence each
 
     @property
-    def compiles(self):
+    def wants_own_process(self):
         """Whether it needs a process of its own, because other models in it would disturb compiled or
         captured code."""
         fusion = self.settings.fusion
@@ -50,7 +50,7 @@ def fusion_named(name, given):
     kind = type(given)
     switches = {spelled(switch): switch for switch in kind.names()}
 
-    def turned(fusion, words, on):
+    def turned(fusion, words, on):  # for an unknown word its error lists `whole`, which is below
         if unknown := [word for word in words if word not in switches]:
             names = ", ".join((*whole, f"{ONLY}X", f"{WITHOUT}X", "X+Y", f"{FUSED}+X"))
             possible = [*switches, *(whole if name.startswith(unknown[0]) else ())]
@@ -65,8 +65,8 @@ def fusion_named(name, given):
         compiled = fusion.enable_torch_compile and not fusion.enable_cuda_graphs
         return replace(fusion, torch_compile_mode=given.torch_compile_mode) if compiled else fusion
 
-    whole = {BASELINE: kind.preset(False), FUSED: kind(), COMPILED: turned(kind(), [spelled(COMPILE)], True),
-             EVERYTHING: kind.preset(True), ULTRA: kind.ultra(), GIVEN: given}
+    whole = {BASELINE: kind.baseline(), FUSED: kind(), COMPILED: turned(kind(), [spelled(COMPILE)], True),
+             EVERYTHING: kind.preset(), ULTRA: kind.ultra(), GIVEN: given}
     if name in whole:
         return whole[name]
     if name.startswith(WITHOUT):
@@ -79,7 +79,7 @@ def fusion_named(name, given):
 
 def at_work(settings, on_gpu):
     """The fusion config without the switches that are idle here. Settings for which it is equal run alike."""
-    idle, off = settings.fusion.idle(settings, on_gpu), settings.fusion.preset(False)
+    idle, off = settings.fusion.idle(settings, on_gpu), settings.fusion.baseline()
     return replace(settings.fusion, **{name: getattr(off, name) for name in idle})
 
 

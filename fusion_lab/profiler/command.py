@@ -33,7 +33,7 @@ program that --program names, but its modes and the files that only training rea
 --profile-dir: a trace, fusion_analysis.json, comprehensive_profiling_report.md and plots. Where the output is
 no terminal, its last line is the result as JSON.
 """
-TIMED_STEPS = 10
+EXTRA_TIMED_STEPS = 10  # timed beside as many as are traced
 
 
 def make_parser(program):
@@ -43,15 +43,16 @@ def make_parser(program):
     own.add_argument("--roofline", action="store_true", help="FLOPs, bytes and bounds by sub-layer, against "
                      "ceilings measured here (default: off)")
     own.add_argument("--compare-with", metavar="DIR", default=None,
-                     help="an earlier session's directory, put beside this one (default: none)")
+                     help="an earlier session's directory, put beside this one; training has "
+                          "--compare-with-v1 (default: none)")
     sorts = parser.add_argument_group("Instead of one session").add_mutually_exclusive_group()
     sorts.add_argument("--baseline", action="store_true",
                        help="one session with nothing fused (default: off)")
     sorts.add_argument("--ablation", action="store_true", help="baseline, each fusion that is on by default "
-                       "alone, each left out, all: compared as by --compare-fusion, then a session of each "
-                       "(default: off)")
+                       "alone, each left out, all, all compiled: compared as by --compare-fusion, then a "
+                       "session of each (default: off)")
     sorts.add_argument("--compare-v1", action="store_true",
-                       help="the same for the baseline and what is given (default: off)")
+                       help="the same for the baseline, V1, and what is given; both are run (default: off)")
     return parser
 
 
@@ -61,7 +62,8 @@ def parse(argv, program):
     parser = make_parser(program)
     arguments, settings, _ = flags.parse(parser, program, argv)
     if not hasattr(arguments, "num_steps"):
-        steps = TIMED_STEPS + 1 + 2 * settings.profiler.profile_steps
+        # One more starts the profiler, and recorders.Trace traces at most half of the others: hence twice
+        steps = EXTRA_TIMED_STEPS + 1 + 2 * settings.profiler.profile_steps
         settings = flags.parse(parser, program, [*argv, "--num-steps", str(steps)])[1]
     flags.refuse(parser, arguments, flags.training_only(program.training_config),
                  "belongs to training, not to a profiler session")
@@ -113,7 +115,7 @@ def run(argv=None):
     arguments, settings = parse(argv, program)
     torchrun.require_alone(SCRIPT)
     if arguments.baseline:
-        settings = with_fusion(settings, program.fusion_config.preset(False))
+        settings = with_fusion(settings, program.fusion_config.baseline())
     result, path = sessions(program, settings, arguments, train)
     headline = finite({key: result[key] for key in HEADLINES if key in result})
     if "step" in headline:

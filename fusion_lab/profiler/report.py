@@ -25,6 +25,7 @@ TIMES = {  # by the unit of the analysis: what the table's times and their share
 
 def sublayer_rows(analysis):
     """A row for each sub-layer, the heaviest first, then one for each phase of the time outside them."""
+    # "of it backward" includes what backward computes again (ranges.RECOMPUTE)
     rows = [["sub-layer", "ms", "of it backward", "share", "at most", "launches", "allocated MB", "saved MB"]]
 
     def add(name, entries, ceiling=None):
@@ -114,7 +115,7 @@ def text(program, settings, analysis, pictures=()):
         lines += ["", "## Roofline", "", ceiling_line(analysis["ceilings"]), "",
                   *markdown(roofline_rows(analysis["roofline"]))]
     if "compared_with" in analysis:
-        lines += ["", *comparison_lines(analysis["compared_with"])]
+        lines += ["", *comparison_lines(analysis["compared_with"], unit)]
     return "\n".join([*lines, "", f"Trace of {analysis['profile_steps']} steps: `{analysis['trace']}`, for "
                       f"https://ui.perfetto.dev. All figures: `{ANALYSIS}`.\n"])
 
@@ -126,7 +127,7 @@ def read_analysis(directory):
     analysis = read_json(path, f"--compare-with {directory}:")
     try:
         if analysis["mode"] == "pytorch_profiler":
-            comparison_lines(compare_sessions(analysis, analysis, directory))
+            comparison_lines(compare_sessions(analysis, analysis, directory), analysis["unit"])
             return analysis
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
         pass
@@ -167,8 +168,8 @@ def comparison_rows(rows, title):
                cell(e["ratio"]) or ("gone" if e["after_us"] is None else "new")] for e in rows)]
 
 
-def comparison_lines(comparison):
-    """Two sessions side by side, as markdown."""
+def comparison_lines(comparison, unit):
+    """Two sessions side by side, as markdown; unit: "kernel" or "operation", of the later one."""
     before, after = comparison["step_ms"]
     different = escaped("; ".join(comparison["differences"])) or "nothing in the settings"
     lines = [f"## Against {escaped(comparison['before'])}", "",
@@ -178,4 +179,4 @@ def comparison_lines(comparison):
     if len(set(comparison["time_kind"])) > 1:
         lines += [f"These are different clocks: {escaped(' and '.join(comparison['time_kind']))}.", ""]
     return [*lines, *markdown(comparison_rows(comparison["sublayers"], "sub-layer")), "",
-            *markdown(comparison_rows(comparison["kernels"][:2 * TOP], "kernel"))]
+            *markdown(comparison_rows(comparison["kernels"][:2 * TOP], unit))]

@@ -63,7 +63,7 @@ def print_session(analysis, directory, pictures):
     if "roofline" in analysis:
         print("\n".join(markdown(roofline_rows(analysis["roofline"]))))
     if "compared_with" in analysis:
-        print("\n".join(report.comparison_lines(analysis["compared_with"])))
+        print("\n".join(report.comparison_lines(analysis["compared_with"], analysis["unit"])))
     print(f"Results in {directory}: {', '.join([report.REPORT, ANALYSIS, analysis['trace'], *pictures])}")
     for text in analysis["unrecorded"]:
         print(f"Caution: {text}")
@@ -73,7 +73,7 @@ def print_session(analysis, directory, pictures):
 
 
 def ablation_names(program):
-    """Baseline, each fusion alone, all, and all without each one of those that are on by default."""
+    """The baseline, each default fusion alone, all of them, all without each one, and all compiled."""
     usual = program.fusion_config()
     switches = [variants.spelled(name) for name in usual.names() if getattr(usual, name)]
     return [BASELINE, *(f"{ONLY}{name}" for name in switches), FUSED,

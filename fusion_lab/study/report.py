@@ -1,9 +1,9 @@
 """What the lines of a study add up to: results_summary.json, results.csv, a table, sentences, and a page with
 all of these and a picture, report.html.
 
-Here a point is a variant at one shape, over its runs. Times and memory are medians over the runs, MB are
-2**20 bytes. Variants take turns within a run, so a run gives one speed-up for each, and what disturbs a whole
-run cancels out of it.
+Here a point is a variant at one shape, over its runs; in arguments.py and command.py it is a shape in one
+run, with all variants. Times and memory are medians over the runs, MB are 2**20 bytes. Variants take turns
+within a run, so a run gives one speed-up for each, and what disturbs a whole run cancels out of it.
 """
 import base64
 import csv
@@ -112,8 +112,8 @@ def findings(study, summary):
     if (most["run_spread_percent"] or 0) > MUCH:
         times = most["run_medians_ms"].values()
         sentences.append(f"Runs differ by up to {most['run_spread_percent']:.0f}%, at {study.label(most)} "
-                     f"{most['variant']}: {min(times):.1f} to {max(times):.1f} ms. The machine was busy; "
-                     "speed-ups, which are taken within a run, suffer less.")
+                         f"{most['variant']}: {min(times):.1f} to {max(times):.1f} ms. The machine was busy; "
+                         "speed-ups, which are taken within a run, suffer less.")
     return [sentence for sentence in sentences if sentence]
 
 

@@ -14,8 +14,8 @@ from fusion_lab.training.options import as_flag, flag
 from fusion_lab.training.words import printable
 
 # Fields that may differ between a run and its continuation without a word.
-OF_A_SESSION = ("num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every",
-                "save_best", "early_stopping", "resume", "init_from", "device")
+MAY_DIFFER = ("num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every",
+              "save_best", "early_stopping", "resume", "init_from", "device")
 MOMENTS = "exp_avg", "exp_avg_sq"  # of AdamW
 
 
@@ -30,7 +30,7 @@ def packings(model):
 
 
 def unpacked(model, tensors):
-    """Bring a dict of tensors by parameter name of the model to unpacked names, in place."""
+    """Bring {parameter name: tensor} to unpacked names, in place. The reverse, packed(), makes a list."""
     for module, prefix in packings(model):
         module.split_packed(tensors, prefix)
     return tensors
@@ -222,7 +222,7 @@ def load_run(trainer, path, source):
                         "goes on")
     now = {**asdict(trainer.settings.model), **asdict(training), "ranks": trainer.world.size}
     then = {**saved["config"], **saved.get("training", {})}  # older ones have no "training"
-    free = {*OF_A_SESSION} - ({"num_steps"} if training.lr_schedule != "constant" else set())
+    free = {*MAY_DIFFER} - ({"num_steps"} if training.lr_schedule != "constant" else set())
     different = [f"{name} {printable(then[name]):.200} -> {now[name]}" for name in now
                  if name in then and name not in free and repr(then[name]) != repr(now[name])]
     print(f"Resumed from {path} at step {trainer.step_number}"

@@ -52,11 +52,11 @@ class RunDirectory(Directory):
         super().__init__(path, path != ProfilerConfig().profile_dir, settings.profiler.force)
 
     def claim_for_check(self):
-        """The same for what checks: it writes only where the user says, and beside what is there."""
+        """claim() for what checks: it writes only where the user says, and beside what is there."""
         return self.claim(resumed=True) if self.named else self
 
     def claim_outputs(self, resumed, files):
-        """The same for training, with the files that it saves into, as checkpoints.outputs() has them:
+        """claim() for training, with the files that it saves into, as checkpoints.outputs() has them:
         {path: whether the run goes on with what is in it}."""
         self.claim(resumed)
         for path in files:

@@ -1,6 +1,5 @@
 """How a program begins and ends: exit codes, errors of the user, signals. Standard library only, because the
-wrappers of AMD's profilers use it without torch.
-"""
+wrappers of AMD's profilers use it without torch."""
 import contextlib
 import errno
 import importlib.util
@@ -115,15 +114,6 @@ def require_packages(program, *names):
         say_why(program, f"{sys.executable} lacks {', '.join(missing)}: pip install {install}, or activate "
                 "the environment that has it; scripts take PYTHON=... as well")
         raise SystemExit(MISSING)
-
-
-def interpreter_fault():
-    """Why Triton's interpreter cannot run kernels here, one line; None where it can."""
-    import numpy
-    import triton
-    if triton.__version__.startswith("3.6.") and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
-        return "Triton 3.6's interpreter fails with NumPy 2.4: pip install 'numpy<2.4', or a newer Triton"
-    return None
 
 
 OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED|allocate memory|start new thread", re.IGNORECASE)

@@ -18,7 +18,7 @@ class Evaluation:
 
 @contextlib.contextmanager
 def evaluating(model):
-    """Within, the model runs without dropout, gradients and torch.compile: whole chains differ in length."""
+    """Within, no dropout, no gradients, no torch.compile, which would compile for every length of a chain."""
     was_training = model.training
     model.eval()
     try:

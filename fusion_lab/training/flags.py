@@ -51,7 +51,8 @@ def check_early(program, argv):
     if program_file(argv, program.name):
         return  # the flags are another program's, which needs torch to be known
     parser = make_parser(program)
-    understood[:] = arguments, settings, _ = parse(parser, program, argv)
+    arguments, settings, mode = parse(parser, program, argv)
+    understood[:] = arguments, settings, mode
     require_paths(parser, program, settings)
     if arguments.compare_with_v1 and not os.path.exists(arguments.compare_with_v1):
         parser.error(f"argument --compare-with-v1: {arguments.compare_with_v1}: no such file or directory")
@@ -153,7 +154,7 @@ def add_config_flags(parser, config_class, paired=False):
     is not given leaves no trace in the parsed arguments."""
     groups, classes = {}, [c for c in reversed(config_class.__mro__) if hasattr(c, "__dataclass_fields__")]
     for f in fields(config_class):
-        if not f.metadata["mode"]:
+        if not f.metadata["takes"]:
             owner = next(c for c in classes if f.name in c.__dataclass_fields__)
             kind = "" if not paired else ", on by default" if f.default is True else ", off by default"
             title = re.split(r"\.(?:\s|$)", owner.__doc__)[0] + kind
@@ -179,7 +180,7 @@ def add_flag(group, f, paired=False):
                        **shared)
 
 
-VERBS = {  # of every program, instead of training: (what --help says, module:function), run as verb() says
+LAB_MODES = {  # which every program has: flag: (what --help says, where the function is, see mode_function())
     "--validate-setup": ("quick check of the chosen fusions on this machine: numerics, five steps",
                          "fusion_lab.measuring.accuracy:validate_setup"),
     "--verify-accuracy": ("fused against baseline against float64: outputs and all gradients",
@@ -197,17 +198,18 @@ def imported(place):
     return getattr(importlib.import_module(module), name)
 
 
-def verb(program, arguments, mode):
+def mode_function(program, arguments, mode):
     """The function (program, settings) -> exit code that does what the arguments ask for; None: training."""
     if arguments.check_flags:
         return partial(imported("fusion_lab.training.reporting:print_settings"), asked=mode)
     if mode is None:
         return None
     torchrun.require_alone(mode)
-    place = VERBS[mode][1] if mode in VERBS else program.modes[mode]
-    place = imported(place) if isinstance(place, str) else place
+    function = LAB_MODES[mode][1] if mode in LAB_MODES else program.modes[mode]
+    function = imported(function) if isinstance(function, str) else function
+    # A comparison has rounds where training has steps; without --num-steps it has its own number of them
     given = dict(names=arguments.variants, rounds=getattr(arguments, "num_steps", None))
-    return partial(place, **given) if mode == "--compare-fusion" else place
+    return partial(function, **given) if mode == "--compare-fusion" else function
 
 
 def make_parser(program, about=None, prog=None):
@@ -222,11 +224,10 @@ def make_parser(program, about=None, prog=None):
     group = parser.add_argument_group("Presets; single flags override them, in any order")
     presets = group.add_mutually_exclusive_group()
     for name, switches, text in (
-            ("--enable-all-fusion", kind.preset(True),
+            ("--enable-all-fusion", kind.preset(),
              "everything that makes steps faster, torch.compile included"),
-            ("--disable-all-fusion", kind.preset(False), "the baseline, V1: no fusion at all"),
-            ("--enable-ultra", kind.ultra(),
-             "all fusion and this project's Triton kernels, for a GPU")):
+            ("--disable-all-fusion", kind.baseline(), "the baseline, V1: no fusion at all"),
+            ("--enable-ultra", kind.ultra(), "all fusion and this project's Triton kernels, for a GPU")):
         presets.add_argument(name, dest="fusion_preset", action="store_const", const=switches,
                              help=f"{text} (default: off)")
     if program.demo:
@@ -245,7 +246,7 @@ def make_parser(program, about=None, prog=None):
 def add_modes(parser, program):
     modes = parser.add_argument_group("Modes, instead of training")
     one_of = modes.add_mutually_exclusive_group()
-    for name, (text, _) in VERBS.items():
+    for name, (text, _) in LAB_MODES.items():
         one_of.add_argument(name, action="store_true", help=f"{text} (default: off)")
     for f in own_modes(program):
         add_flag(one_of, f)
@@ -256,14 +257,14 @@ def add_modes(parser, program):
                           "compiled, everything, ultra, given, only-X, without-X, X+Y, fused+X (default: "
                           "baseline, fused, only-X of each default fusion, compiled; on a GPU presets)")
     compared.add_argument("--compare-with-v1", metavar="FILE", help="after training, speed-up and memory "
-                          "against an earlier summary (default: none)")
+                          "against an earlier summary; sessions have --compare-with (default: none)")
     compared.add_argument("--min-speedup", type=float, metavar="X", help="with --compare-with-v1: exit code "
                           "1 unless the speed-up's 95%% interval lies above X (default: none)")
 
 
 def own_modes(program):
     """Fields that are modes of this program alone."""
-    return [f for f in fields(program.training_config) if f.metadata["mode"]]
+    return [f for f in fields(program.training_config) if f.metadata["takes"]]
 
 
 DEMO = "--demo"
@@ -334,7 +335,7 @@ def training_only(*classes):
 def parse(parser, program, argv):
     """(arguments, Settings, the mode's flag or None); wrong use is one line and exit code 2."""
     arguments, unknown = parser.parse_known_args(argv)
-    own = {flag(f.name): f.metadata["mode"] for f in own_modes(program)}
+    own = {flag(f.name): f.metadata["takes"] for f in own_modes(program)}
     if unknown:
         theirs = make_parser(program)._option_string_actions
         if modes := [word for word in unknown if word.partition("=")[0] in theirs]:  # which a tool lacks
@@ -342,7 +343,7 @@ def parse(parser, program, argv):
         hint = f"; a file belongs to {' or '.join(own)}" if own and not unknown[0].startswith("-") else ""
         parser.refuse_unknown(unknown, hint)
     given = vars(arguments)
-    mode = next((name for name in (*VERBS, *own) if given.get(name[2:].replace("-", "_"))), None)
+    mode = next((name for name in (*LAB_MODES, *own) if given.get(name[2:].replace("-", "_"))), None)
     if mode in own:
         takes = (mode[2:].replace("-", "_"), *own[mode], "program", "check_flags")
         refuse(parser, arguments, [name for name in given if name not in takes],
@@ -358,5 +359,5 @@ def parse(parser, program, argv):
     try:
         return arguments, read_settings(program, arguments), mode
     except ValueError as error:
-        name, _, rest = str(error).partition(" = ")
+        name, _, rest = str(error).partition(" = ")  # as Checked.refuse() writes it
         parser.error(f"argument {flag(name)}: {rest}")

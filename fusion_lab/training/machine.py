@@ -75,7 +75,7 @@ def process_settings(settings, device):
     if settings.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if device.type == "cuda" and HAS_TRITON and settings.fusion != type(settings.fusion).preset(False):
+    if device.type == "cuda" and HAS_TRITON and settings.fusion != type(settings.fusion).baseline():
         require_cache()
     if device.type == "cpu":
         keep_freed_memory()

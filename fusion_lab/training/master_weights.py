@@ -125,7 +125,7 @@ class KernelMasters(MasterWeights):
         if self.wide:
             super().take_gradients()
             self.gradient = self.flat.grad
-        elif self.captured() and not self.joined.used:
+        elif self.captured() and not self.joined.used:  # it keeps addresses for one graph alone
             gradients = [None if p.grad is None else p.grad.contiguous() for p in self.parameters.values()]
             self.gradient, self.norm = self.joined(gradients, self.low.dtype)
             for p in self.parameters.values():

@@ -29,7 +29,7 @@ def read_model(path, program):
         config = checkpoints.saved_config(saved, program)
         weights = {name: weight.float() for name, weight in saved["model"].items()}
         with torch.device("meta"):
-            expected = program.model(config, program.fusion_config.preset(False)).state_dict()
+            expected = program.model(config, program.fusion_config.baseline()).state_dict()
         if {name: weight.shape for name, weight in weights.items()} != \
                 {name: weight.shape for name, weight in expected.items()}:
             raise ValueError("weights of another model")

@@ -12,14 +12,14 @@ from evoformer_kernels.limits import HAS_TRITON
 
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
-           ultra=False, title=None, training_only=False, resized=False, metavar=None, mode=(), short=None,
+           ultra=False, title=None, training_only=False, resized=False, metavar=None, takes=(), short=None,
            several=False, read=False, acts_on=(), recomputes=False):
     """A dataclass field that is also a command-line flag.
 
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
     --enable-all-fusion turns it on; ultra, whether only --enable-ultra does; title, its name in the start-up
     lines. training_only: what only training has, such as a file. resized: a checkpoint may be continued with
-    another value. metavar: what --help shows in place of its value. mode: if given, the flag is a mode, and
+    another value. metavar: what --help shows in place of its value. takes: if given, the flag is a mode, and
     these are the fields that it takes. short: such as "-o". several: the value is a list of them. read: a
     path from which something is read. acts_on: how the names of the sub-layers begin that a switch changes;
     "msa_row with qkv_fusion_msa" where it does so beside another switch alone.
@@ -28,7 +28,7 @@ def option(default, help, low=None, choices=None, type=None, below=None, *, at_m
     return field(default=default, metadata=dict(
         help=help, low=low, below=below, at_most=at_most, choices=choices, type=type or default.__class__,
         preset=preset, ultra=ultra, title=title, training_only=training_only, resized=resized,
-        metavar=metavar, mode=mode, short=short, several=several, read=read, acts_on=acts_on,
+        metavar=metavar, takes=takes, short=short, several=several, read=read, acts_on=acts_on,
         recomputes=recomputes))
 
 
@@ -61,7 +61,7 @@ class Checked:
 
     def refuse(self, name, why):
         """Raise the ValueError for the field of this name."""
-        raise ValueError(f"{name} = {getattr(self, name)!r}: {why}")
+        raise ValueError(f"{name} = {getattr(self, name)!r}: {why}")  # flags.parse() splits it at " = "
 
 
 def flag(name):
@@ -114,16 +114,20 @@ class Switches(Checked):
         return [f.name for f in fields(cls) if isinstance(f.default, bool)]
 
     @classmethod
-    def preset(cls, enabled):
-        """Everything that makes steps faster, or nothing at all (the baseline)."""
-        return cls(**{f.name: enabled and f.metadata["preset"] for f in fields(cls)
-                      if isinstance(f.default, bool)})
+    def baseline(cls):
+        """Nothing is on."""
+        return cls(**dict.fromkeys(cls.names(), False))
+
+    @classmethod
+    def preset(cls):
+        """Everything that makes steps faster."""
+        return cls(**{f.name: f.metadata["preset"] for f in fields(cls) if isinstance(f.default, bool)})
 
     @classmethod
     def ultra(cls):
         """The preset and what was measured to win beyond it."""
         wins = {f.name: True for f in fields(cls) if f.metadata["ultra"]}
-        return replace(cls.preset(True), **wins)
+        return replace(cls.preset(), **wins)
 
     def idle(self, settings, on_gpu):
         """{field: why it changes nothing in these settings here}, of switches that are on and other fields
@@ -146,7 +150,7 @@ class Switches(Checked):
         last = {f.name for f in fields(Switches)}
         return {f.metadata["title"]: f.name for f in sorted(titled, key=lambda f: f.name in last)}
 
-    def beside(self, in_use):
+    def untitled(self, in_use):
         """{name in the start-up lines: whether it is on} of the switches without a title that act, or that
         are off against their default. in_use: names of those that act."""
         return {f.name.removeprefix("enable_").replace("_", " ").title(): f.name in in_use
@@ -161,6 +165,7 @@ def shared(name):
     return field(default=f.default, metadata=f.metadata)
 
 
+# --help has a group for each class of this chain, titled by its docstring (flags.add_config_flags)
 @dataclass(frozen=True)
 class Learning(Checked):
     """How it learns."""

@@ -1,7 +1,10 @@
 """The seam between the lab and a model. Needs no torch.
 
-A Program is three configs whose fields are flags, and Model, Data and Trainer classes. Whatever the lab asks
-is a method with a default here; tests/second_program.py is a small program, which overrides few.
+A Program is three configs whose fields are flags, and Model, Data and Trainer classes. What the lab asks of a
+model and its data are methods with defaults here; tests/second_program.py is small and overrides few. Also by
+name: Trainer's attributes and methods, and train() in its module (tiny_openfold_v2.py); the fields `dropout`
+(accuracy.py) and `enable_triton_*`, `enable_triton_weight_gradients` among them (retune.py); split_packed()
+and adapt() of modules with packed weights (checkpoints.py).
 Every model's file ends in `PROGRAM = Program(...)`, and the lab's tools get it from there (`--program FILE`).
 """
 import importlib
@@ -39,8 +42,7 @@ class Model:
     SUBLAYERS = ()  # their names, in the order in which a step runs them
 
     def sublayers(self):
-        """(name, module) pairs to put hooks on, none where they are compiled. The input of each must require
-        a gradient, or its backward pass is counted as the rest."""
+        """(name, module) pairs to put hooks on, none where they are compiled."""
         return []
 
     def for_loss(self, **batch):
@@ -180,9 +182,10 @@ class Program:
     axes: dict = field(default_factory=lambda: dict(batch_size="B"))  # sizes that a study varies: letters
     demo: dict = field(default_factory=dict)  # what --demo sets: a first run that learns in a minute or two
     model: type | None = None      # class Mine(nn.Module, Model)
-    data: Callable | None = None   # data(settings) -> Data: a class, or a function that chooses one
+    data: Callable | None = None   # data(settings) -> Data: a subclass, or a function that makes one
     trainer: type | None = None    # tiny_openfold_v2.Trainer, which the lab does not import, or a subclass
-    # {its own mode's flag: mode(program, settings) -> exit code, or where it is, "module:function"}
+    # {its own mode's flag: mode(program, settings) -> exit code, or where it is, "module:function"}; a field
+    # of training_config with takes=(...) makes the flag, as `contacts` does for tiny_openfold_v2.py
     modes: dict = field(default_factory=dict)
 
     @property
@@ -220,12 +223,12 @@ def load_program(path=DEFAULT_PROGRAM):
     for place in (directory, ROOT):
         if place not in sys.path:
             sys.path.append(place)
-    known = sys.modules.get(name)  # find_spec() would fail for what runs as the main program
+    known = sys.modules.get(name)  # was imported, or is the script, for which find_spec() would fail
     there = known or (None if "." in name else importlib.util.find_spec(name))  # a dot would mean a package
     origin = getattr(there, "__file__" if known else "origin", None)
     if origin and os.path.realpath(origin) == os.path.realpath(path):
         module = importlib.import_module(name)
-    else:  # another module has this name, or no module can
+    else:  # a homonym, a module of the same name, or no module can have it
         specification = importlib.util.spec_from_file_location(f"program_{name}", path)
         module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(module)

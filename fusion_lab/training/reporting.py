@@ -1,4 +1,4 @@
-"""What a run prints: start-up and step lines."""
+"""What programs print: start-up, step and last lines, commands to copy, results as JSON, --check-flags."""
 import json
 import math
 import os
@@ -23,7 +23,7 @@ def require_finite(loss, step):
 
 
 def step_line(trainer, loss, timer, memory):
-    """The line about the steps since the last such line. memory: MB of one GPU, or None; the speed is of all
+    """The line about the last --log-every steps. memory: MB of one GPU, or None; the speed is of all
     GPUs."""
     training, done = trainer.settings.training, trainer.step_number
     seconds = float(np.median(timer.seconds(training.log_every).sum(axis=1)))
@@ -61,12 +61,12 @@ def describe_start(trainer, source):
         remark = f" ({own['remarks'][switch]})" if on and switch in own["remarks"] else ""
         print(f"   {title}: {'Enabled' if on else 'Disabled'}{remark}")
     on_gpu, fusion = device.type == "cuda", settings.fusion
-    for title, on in fusion.beside(settings.in_use(on_gpu)).items():
+    for title, on in fusion.untitled(settings.in_use(on_gpu)).items():
         print(f"   {title}: {'Enabled' if on else 'Disabled'}")
     if own["last"]:
         print(f"   {own['last']}")
     kind = type(fusion)
-    if fusion not in (kind(), kind.preset(False), kind.preset(True), kind.ultra()) and (
+    if fusion not in (kind(), kind.baseline(), kind.preset(), kind.ultra()) and (
             name := name_of(settings, on_gpu)):
         print(f"In a comparison: --variants {name}")
     idle = settings.idle(on_gpu)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from companions import backbones
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import saved_activations
-from fusion_lab.measuring.flops import flops_by_sublayer
+from fusion_lab.measuring.flops import counts_by_sublayer
 from fusion_lab.measuring.roofline import total_bytes
 from fusion_lab.training import cuda_graphs
 from fusion_lab.training.errors import UserError
@@ -128,8 +128,8 @@ def test_a_default_step_has_about_half_the_arithmetic_and_three_fifths_of_the_me
     settings = PROGRAM.settings(batch_size=1, seq_len=48)  # as many as neighbours
     batch = PROGRAM.data(settings).batch(0)
     flops, saved = [], []
-    for fusion in (PROGRAM.fusion_config.preset(False), settings.fusion):
-        flops.append(sum(flops_by_sublayer(PROGRAM, replace(settings, fusion=fusion), False).values()))
+    for fusion in (PROGRAM.fusion_config.baseline(), settings.fusion):
+        flops.append(sum(counts_by_sublayer(PROGRAM, replace(settings, fusion=fusion), False).values()))
         trainer = PROGRAM.trainer(PROGRAM, replace(settings, fusion=fusion), CPU)
         found = saved_activations(trainer.model, [], lambda t=trainer: t.forward(batch)["loss"])
         saved.append(sum(found.values()))
@@ -146,13 +146,13 @@ def test_bytes_and_flops_of_each_part_by_hand():
         features=2 * (edge + index + atoms) + 3 * features, W_e=5 * edge + 3 * 1088,
         encoder=2 * (9 * edge + 12 * node + 4 * index + 3 * encoder), decoder_edges=7 * edge,
         decoder=2 * (3 * edge + 18 * node + 2 * index + 3 * decoder))
-    flops = flops_by_sublayer(PROGRAM, settings, on_gpu=False)
+    flops = counts_by_sublayer(PROGRAM, settings, on_gpu=False)
     of_node, of_edge, dense = 2 * 32 * 16 * 16, 2 * 160 * 16 * 16, 2 * 2 * 32 * 16 * 64
     # twice five products; the first residues are zeros, which want no gradient
     assert flops["encoder"] == 3 * 2 * (5 * of_node + 5 * of_edge + dense) - 2 * of_node
     assert flops["decoder"] == 3 * 2 * (6 * of_node + of_edge + dense)
     assert flops["decoder_edges"] == 3 * 2 * of_edge and flops["W_e"] == 3 * of_edge
-    alone = PROGRAM.model(settings.model, settings.fusion.preset(False)).costs(settings.training)
+    alone = PROGRAM.model(settings.model, settings.fusion.baseline()).costs(settings.training)
     assert total_bytes(alone["decoder_edges"]) == 0
 
 

@@ -12,7 +12,7 @@ from companions import text, ultra_block
 from evoformer_kernels.limits import HAS_TRITON
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import gpu_kernels
-from fusion_lab.measuring.flops import flops_by_sublayer
+from fusion_lab.measuring.flops import counts_by_sublayer
 from fusion_lab.measuring.roofline import total_bytes
 from fusion_lab.training.checkpoints import unpacked
 from fusion_lab.training.errors import UserError
@@ -94,7 +94,7 @@ def test_bytes_and_flops_of_each_part_by_hand():
     assert {name: total_bytes(c) for name, c in cost.items()} == dict(
         input_layernorm=2 * norm, post_attention_layernorm=2 * norm, norm=norm, self_attn=2 * attention,
         mlp=2 * ((2 * 4096 + 30720) + (3 * 4096 + 61440)), lm_head=(4096 + 32768) + (2 * 4096 + 65536))
-    flops = flops_by_sublayer(PROGRAM, settings, on_gpu=False)
+    flops = counts_by_sublayer(PROGRAM, settings, on_gpu=False)
     assert flops["self_attn"] == 3 * 2 * (2 * 32 * 32 * 64 + 2 * 32 * 32 * 32 + 4 * 32 * 16 * 32)
     assert flops["mlp"] == 3 * 2 * (6 * 32 * 32 * 80) and flops["lm_head"] == 3 * (2 * 32 * 32 * 256)
     assert flops["norm"] == flops["input_layernorm"] == flops["rest"] == 0

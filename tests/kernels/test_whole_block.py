@@ -37,7 +37,7 @@ def blocks(packing, h=4):
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIG, outer_product_dim=h)
     found = [tof.FusedEvoformerBlock(config, fusion) for fusion in (
-        tof.FusionConfig(**KERNELS, **PACKINGS[packing]), tof.FusionConfig.preset(False))]
+        tof.FusionConfig(**KERNELS, **PACKINGS[packing]), tof.FusionConfig.baseline())]
     accuracy.shake(found[1])
     found[0].load_state_dict(found[1].state_dict())
     return found

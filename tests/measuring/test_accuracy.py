@@ -20,13 +20,13 @@ def doubles(tensors):
     return {name: torch.tensor(values, dtype=torch.float64) for name, values in tensors.items()}
 
 
-def judge(fused, baseline, exact, epsilon=FLOAT32, tolerances=None):
-    return accuracy.judge(*map(doubles, (fused, baseline, exact)), epsilon, tolerances)
+def check_tensors(fused, baseline, exact, epsilon=FLOAT32, tolerances=None):
+    return accuracy.check_tensors(*map(doubles, (fused, baseline, exact)), epsilon, tolerances)
 
 
 def failed(*args, **options):
     """Names of the tensors that break the rule."""
-    return [line.partition(": ")[0] for line in judge(*args, **options)[1]]
+    return [line.partition(": ")[0] for line in check_tensors(*args, **options)[1]]
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -69,7 +69,7 @@ def test_tolerances_hold_for_every_element():
 def test_a_nan_is_never_within_limits(tolerances):
     """As in mixed precision, which has no tolerances; also where another tensor's ratio is larger."""
     nan, exact = float("nan"), dict(a=[1.0, 1.0], b=[1.0])
-    summary, lines = judge(dict(a=[nan, 1.0], b=[5.0]), exact, exact, tolerances=tolerances)
+    summary, lines = check_tensors(dict(a=[nan, 1.0], b=[5.0]), exact, exact, tolerances=tolerances)
     assert [line[0] for line in lines] == ["a", "b"]
     assert all(summary[key] != summary[key] for key in ("max_absolute", "worst_error_ratio"))
 
@@ -78,8 +78,8 @@ def test_the_summary_of_differences_by_hand():
     """Relative ones of elements above 1e-4 only; the ratio is of errors against float64, with the floor."""
     exact = dict(a=[2.0, 0.0], b=[4.0, 1.0])
     baseline, fused = dict(a=[2.5, 1e-4], b=[4.0, 1.25]), dict(a=[3.0, 0.0002], b=[4.5, 1.0])
-    summary, _ = judge(fused, baseline, exact, epsilon=2.0 ** -6)
-    assert judge(dict(x=[5.0]), dict(x=[8.0]), dict(x=[4.0]), 0.0)[0]["worst_error_ratio"] == 0.25
+    summary, _ = check_tensors(fused, baseline, exact, epsilon=2.0 ** -6)
+    assert check_tensors(dict(x=[5.0]), dict(x=[8.0]), dict(x=[4.0]), 0.0)[0]["worst_error_ratio"] == 0.25
     assert summary == dict(
         max_absolute=0.5, mean_absolute=pytest.approx((0.5 + 1e-4 + 0.5 + 0.25) / 4),
         max_relative=0.2, mean_relative=pytest.approx((0.2 + 0.125 + 0.2) / 3),
@@ -89,9 +89,9 @@ def test_the_summary_of_differences_by_hand():
 # What is compared
 
 
-def asked_of_judge(monkeypatch, **values):
+def what_is_checked(monkeypatch, **values):
     """(fused, baseline, exact, epsilon, tolerances) of a check of the second program."""
-    monkeypatch.setattr(accuracy, "judge", lambda *asked: asked)
+    monkeypatch.setattr(accuracy, "check_tensors", lambda *asked: asked)
     return accuracy.compare_numerics(SECOND, SECOND.settings(**{**SMALL, **values}), CPU)
 
 
@@ -102,15 +102,15 @@ def asked_of_judge(monkeypatch, **values):
     (dict(use_amp=True, amp_dtype="bfloat16"), True, 2.0 ** -7, None)])
 def test_limits_follow_the_precision(values, tf32, epsilon, tolerances, monkeypatch):
     monkeypatch.setattr(accuracy, "runs_in_tf32", lambda *_: tf32)
-    assert asked_of_judge(monkeypatch, **values)[3:] == (epsilon, tolerances)
+    assert what_is_checked(monkeypatch, **values)[3:] == (epsilon, tolerances)
 
 
 def test_three_runs_have_the_same_weights_and_their_own_precision(monkeypatch):
-    fused, baseline, exact, *_ = asked_of_judge(monkeypatch, use_amp=True)
+    fused, baseline, exact, *_ = what_is_checked(monkeypatch, use_amp=True)
     assert fused.keys() == baseline.keys() == exact.keys() > {"output", "loss", "gradient of shift"}
     low = exact["output"].bfloat16().double()
     assert 0 < (exact["output"] - baseline["output"]).abs().max() < 0.1 * low.abs().max()
-    fused, baseline, exact, *_ = asked_of_judge(monkeypatch)
+    fused, baseline, exact, *_ = what_is_checked(monkeypatch)
     singles = [torch.equal(run["output"], run["output"].float().double()) for run in (fused, baseline, exact)]
     assert singles == [True, True, False]  # the exact one is float64 throughout
     assert (exact["output"] - baseline["output"]).abs().max() < 1e-5

@@ -51,8 +51,8 @@ def analysed(events, directory, samples=(), untraced=3, seconds=0.25e-3, **count
     settings = SECOND.settings(width=8, batch_size=3, device="cpu")
     trainer = SimpleNamespace(program=SECOND, settings=settings, device=torch.device("cpu"),
                               model=SimpleNamespace(statistics=lambda: dict(kernels_by_rule=15, other=1)))
-    profiling = SimpleNamespace(trace=str(directory / "t.json"), without=untraced, samples=list(samples),
-                                untraced=lambda steps: steps[:untraced] if untraced else steps)
+    profiling = SimpleNamespace(trace=str(directory / "t.json"), steps_before_trace=untraced,
+                                samples=list(samples), untraced=lambda steps: steps[:untraced or None])
     known = Counts(**{**dict(saved=dict(up=3 * MB, rest=MB), flops=7, launches=3), **counts})
     times = np.array([[seconds] * 4] * 3 + [[1.0] * 4] * 2)
     return analysis.analysis_of(trainer, known, times, 2.0, profiling)

@@ -90,7 +90,7 @@ def measured(program, variants, broken=None):
     """(rows of these after two rounds, candidates); broken: a step of the last one's."""
     batch = program.data(SETTINGS).batch(0)
     candidates = [compare.candidate_of(program, variant, CPU) for variant in variants]
-    bench.warm_up(candidates, batch, CPU)
+    bench.prepare_all(candidates, batch, CPU)
     if broken:
         candidates[-1].trainer.step = broken
     assert alternate(candidates, [batch], 2, NEVER) == "2 rounds"
@@ -105,7 +105,7 @@ def test_a_peak_is_without_what_others_hold_and_with_what_a_run_alone_would():
     with pytest.MonkeyPatch.context() as patch:
         for name, size in allocator.items():
             patch.setattr(torch.cuda, name, lambda device, size=size: size * 2 ** 20)
-        one.warm_up(dict(x=torch.zeros(2 ** 18)), torch.device("cuda"), 8 * 2 ** 20)
+        one.prepare(dict(x=torch.zeros(2 ** 18)), torch.device("cuda"), 8 * 2 ** 20)
     assert one.peak == 150 - (100 - 1 - 8) and one.first_loss == 1.0
 
 

@@ -162,7 +162,7 @@ def test_on_rocm_the_outer_profiler_is_reached_by_roctx(monkeypatch, capsys):
     def missing():
         raise OSError("no library")
     monkeypatch.setattr(roctx, "resume", missing)
-    OuterProfiler().pause(on=True)
+    OuterProfiler().listen(on=True)
     assert "no profiler start and stop (no library)" in capsys.readouterr().out
     with Profiling(ProfilerConfig(enable_rocm_profiling=True), CPU, [], Counts({}, 1), 4) as profiling:
         with profiling.paused():
@@ -175,7 +175,7 @@ def test_on_rocm_the_outer_profiler_is_reached_by_roctx(monkeypatch, capsys):
 def test_the_last_steps_are_traced_and_those_before_are_not(steps, without, traced, untraced):
     """Between them is the one in which the profiler starts."""
     profiling = Profiling(ProfilerConfig(enable_pytorch_profiler=True), CPU, [], Counts({}, 1), steps)
-    assert (profiling.without, profiling.tracer.traced) == (without, traced)
+    assert (profiling.steps_before_trace, profiling.tracer.traced) == (without, traced)
     assert profiling.untraced(list(range(steps))) == list(range(untraced))
 
 

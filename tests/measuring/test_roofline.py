@@ -8,7 +8,7 @@ import torch
 import tiny_openfold_v2 as tof
 from evoformer_kernels import limits
 from fusion_lab.measuring import clocks, roofline
-from fusion_lab.measuring.flops import Traffic, flops_by_sublayer
+from fusion_lab.measuring.flops import Traffic, counts_by_sublayer
 from fusion_lab.training.program import Cost
 from tests.profiler.test_session import PROGRAM, given
 from tests.second_program import PROGRAM as SECOND
@@ -37,7 +37,7 @@ def three(monkeypatch):
     """The count of such a step: three blocks, backward twice as many, and what stands beside them; and the
     bytes of its baseline."""
     counts = {(): dict(a=9e6, b=9e6, c=18e6, rest=3e5), (Traffic,): dict(a=9e4, b=3 * MB, c=0)}
-    monkeypatch.setattr(roofline, "flops_by_sublayer", lambda _, settings, on_gpu, batch, *what: counts[what])
+    monkeypatch.setattr(roofline, "counts_by_sublayer", lambda _, settings, gpu, batch, *what: counts[what])
 
 
 def test_shares_of_flops_are_of_the_sub_layers_alone():
@@ -49,7 +49,7 @@ def test_shares_of_flops_are_of_the_sub_layers_alone():
 @pytest.mark.parametrize("asks", [False, True])  # the model for the autocast of its device
 def test_flops_of_every_sub_layer_by_hand(asks):
     """Products of 3 x 8 with 8 x 32, four blocks, backward twice as many, and nothing beside them."""
-    flops = flops_by_sublayer(SECOND, settings(depth=4, enable_fused_residual=asks), on_gpu=False)
+    flops = counts_by_sublayer(SECOND, settings(depth=4, enable_fused_residual=asks), on_gpu=False)
     assert flops == dict(up=12 * 1536, down=12 * 1536, rest=0)
 
 
@@ -84,7 +84,7 @@ def test_bytes_of_operations_by_hand():
 
 
 def test_a_program_without_formulas_has_counted_flops_and_no_bound():
-    """As flops_by_sublayer has them above, for two layers."""
+    """As counts_by_sublayer has them above, for two layers."""
     up = roofline.roofline_table(SECOND, settings(), False, SPEEDS, dict(up=0.5))[0]
     assert (up["name"], up["flops"], up["minimal_bytes"], up["measured_s"]) == ("up", 6 * 1536, None, 0.5)
 
@@ -101,17 +101,17 @@ def of_formulas(settings):
 
 def test_flops_under_every_switch_are_those_of_the_formulas():
     """Few rows of many residues are re-associated, which costs less; recomputation does not count."""
-    off, flops = tof.FusionConfig.preset(False), {}
+    off, flops = tof.FusionConfig.baseline(), {}
     for name in (None, *off.names()):
         settings = replace(given(**FEW_ROWS), fusion=replace(off, **{name: True} if name else {}))
-        expected, flops[name] = of_formulas(settings), flops_by_sublayer(PROGRAM, settings, on_gpu=False)
+        expected, flops[name] = of_formulas(settings), counts_by_sublayer(PROGRAM, settings, on_gpu=False)
         assert flops[name] == expected, name
     assert flops["enable_opm_fusion"]["outer_product_mean"] < flops[None]["outer_product_mean"]
-    every = replace(settings, fusion=tof.FusionConfig.preset(True))
-    assert flops_by_sublayer(PROGRAM, every, on_gpu=False) == flops["enable_opm_fusion"]
+    every = replace(settings, fusion=tof.FusionConfig.preset())
+    assert counts_by_sublayer(PROGRAM, every, on_gpu=False) == flops["enable_opm_fusion"]
     more_rows = replace(given(**dict(FEW_ROWS, num_seqs=5, num_blocks=2)), fusion=tof.FusionConfig())
     plain = replace(more_rows, fusion=off)
-    assert flops_by_sublayer(PROGRAM, more_rows, False) == flops_by_sublayer(PROGRAM, plain, False)
+    assert counts_by_sublayer(PROGRAM, more_rows, False) == counts_by_sublayer(PROGRAM, plain, False)
 
 
 @pytest.mark.parametrize("switches, precision, first", [  # 4 N = S
@@ -121,8 +121,8 @@ def test_flops_are_those_of_the_order_of_sums_that_a_gpu_takes(switches, precisi
     """Our kernel is for the plain order, and float32 counts multiplications; a CPU never minds."""
     monkeypatch.setattr(limits, "HAS_TRITON", True)
     on = given(**dict(FEW_ROWS, num_seqs=4, seq_len=16), **precision, **switches)
-    off = replace(on, fusion=tof.FusionConfig.preset(False))
-    of_layer = [flops_by_sublayer(PROGRAM, chosen, on_gpu)["outer_product_mean"]
+    off = replace(on, fusion=tof.FusionConfig.baseline())
+    of_layer = [counts_by_sublayer(PROGRAM, chosen, on_gpu)["outer_product_mean"]
                 for chosen, on_gpu in ((on, True), (on, False), (off, True))]
     assert of_layer[1] < of_layer[2] and of_layer[0] == of_layer[1 if first else 2]
 

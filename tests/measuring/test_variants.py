@@ -9,7 +9,7 @@ from fusion_lab.training.errors import UserError
 from tests.second_program import PROGRAM as SECOND
 
 KIND = tof.FusionConfig
-PLAIN, USUAL = KIND.preset(False), KIND()
+PLAIN, USUAL = KIND.baseline(), KIND()
 SETTINGS = tof.PROGRAM.settings()
 BF16 = tof.PROGRAM.settings(use_amp=True, amp_dtype="bfloat16")
 SINGLE = ["only-qkv-fusion-msa", "only-qkv-fusion-triangle", "only-flash-attention", "only-triangle-fusion",
@@ -18,7 +18,7 @@ SINGLE = ["only-qkv-fusion-msa", "only-qkv-fusion-triangle", "only-flash-attenti
 
 @pytest.mark.parametrize("name, fusion", [
     ("baseline", PLAIN), ("fused", USUAL), ("compiled", replace(USUAL, enable_torch_compile=True)),
-    ("everything", KIND.preset(True)), ("ultra", KIND.ultra()),
+    ("everything", KIND.preset()), ("ultra", KIND.ultra()),
     ("only-opm-fusion", replace(PLAIN, enable_opm_fusion=True)),
     ("opm-fusion", replace(PLAIN, enable_opm_fusion=True)),
     ("without-opm-fusion", replace(USUAL, enable_opm_fusion=False)),
@@ -59,7 +59,7 @@ def test_the_usual_rows():
     assert default_names(BF16, True) == ["baseline", "fused", *SINGLE, "compiled", "everything", "ultra"]
     assert [v.name for v in make_variants(BF16, None, True) if v.reason] == ["only-opm-fusion"]
     assert not [v.name for v in make_variants(BF16.having(batch_size=1), None, True) if v.reason]
-    own = with_fusion(SETTINGS, KIND.preset(True))
+    own = with_fusion(SETTINGS, KIND.preset())
     assert default_names(own, False)[-1] == "given" and default_names(own, True)[-1] == "ultra"
     assert default_names(SECOND.settings(), False) == ["baseline", "fused", "compiled"]  # one fusion is both
 
@@ -67,9 +67,9 @@ def test_the_usual_rows():
 def test_the_baseline_is_always_there_and_each_name_once():
     found = make_variants(SETTINGS, "fused,only-opm-fusion fused baseline", False)
     assert [v.name for v in found] == ["baseline", "fused", "only-opm-fusion"]
-    assert [v.name for v in found if v.compiles] == []
-    assert [v.name for v in make_variants(SETTINGS, ["compiled", "cuda-graphs"], True) if v.compiles] == [
-        "compiled", "cuda-graphs"]
+    assert [v.name for v in found if v.wants_own_process] == []
+    others = make_variants(SETTINGS, ["compiled", "cuda-graphs"], True)
+    assert [v.name for v in others if v.wants_own_process] == ["compiled", "cuda-graphs"]
 
 
 def test_what_does_nothing_here_says_why_and_presets_leave_it_out():

@@ -202,7 +202,7 @@ def test_embedding_and_heads_compile_as_one_graph_each(monkeypatch):
     tokens = batch["msa_tokens"]
     targets = {name: batch[name] for name in ("msa_targets", "coords", "coord_mask")}
     runs = []
-    plain, compiled = (trainer.model.embed, trainer.model.heads), trainer.model.gpu_ends
+    plain, compiled = (trainer.model.embed, trainer.model.heads), trainer.model.compiled_ends
     for (embed, heads), only_loss in ((plain, False), (compiled, False), (compiled, True)):
         trainer.model.zero_grad()
         loss = heads(*embed(tokens, tokens[:, 0]), only_loss, **targets)["loss"]
@@ -400,5 +400,5 @@ def test_attention_backends_agree_with_float64_on_gpu(backend, biased):
 def test_strict_float32_with_everything_on():
     """At this size SDPA's kernel for columns was 100 times as wrong as the baseline."""
     settings = tof.PROGRAM.settings(batch_size=1, seq_len=256, num_seqs=64)
-    assert failures(dataclasses.replace(settings, fusion=tof.FusionConfig.preset(True)),
+    assert failures(dataclasses.replace(settings, fusion=tof.FusionConfig.preset()),
                     torch.device("cuda")) == []

@@ -117,7 +117,7 @@ def test_true_distances_fall_into_the_bin_whose_upper_end_they_reach():
 
 
 @pytest.mark.parametrize("coevolution, fusion, near", [
-    ("none", tof.FusionConfig.preset(False), 1e-10),
+    ("none", tof.FusionConfig.baseline(), 1e-10),
     ("none", tof.FusionConfig(attention_backend="sdpa"), 1e-10),
     ("couplings", tof.FusionConfig(), 1e-2)])  # these in float32
 def test_padding_changes_nothing_valid(coevolution, fusion, near):
@@ -241,7 +241,7 @@ PRODUCTS = ("triangle_mult_outgoing", "triangle_mult_incoming")
         dict.fromkeys((*MSA, *TRIANGLES), ("qkv_gate_proj",)), outer_product_mean=("left_right_proj",),
         **dict.fromkeys(PRODUCTS, ("left_right_all",))))])
 def test_which_projections_are_one_gemm(switches, packed):
-    fusion = dataclasses.replace(tof.FusionConfig.preset(False), **{
+    fusion = dataclasses.replace(tof.FusionConfig.baseline(), **{
         f"enable_{name}": True for name in switches.split()})
     block = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig(), fusion)
     assert {name: tuple(getattr(block, name).packings) for name in NONE} == {**NONE, **packed}
@@ -257,7 +257,7 @@ def test_defaults_are_the_documented_ones():
     assert list(tof.FusionConfig.titles()) == [  # in the order in which users grep them
         "MSA QKV Fusion", "Triangle QKV Fusion", "Flash Attention", "Triangle Gate/Proj Fusion",
         "Torch Compile"]
-    preset = tof.FusionConfig.preset(True)
+    preset = tof.FusionConfig.preset()
     checkpointing = [f"enable_{which}_checkpointing" for which in ("activation", "selective")]
     left_out = [name for name in preset.names() if not getattr(preset, name)]
     assert sorted(left_out) == [*checkpointing, *(f"enable_triton_{name}" for name in (
@@ -272,7 +272,7 @@ def test_defaults_are_the_documented_ones():
     (("triangle_fusion", "projection_fusion"), 11, 14),
     (("qkv_fusion_msa", "qkv_fusion_triangle", "triangle_fusion", "projection_fusion"), 3, 6)])
 def test_fusion_statistics_against_a_hand_count(on, kernels, gemms):
-    fusion = dataclasses.replace(tof.FusionConfig.preset(False), **{f"enable_{name}": True for name in on})
+    fusion = dataclasses.replace(tof.FusionConfig.baseline(), **{f"enable_{name}": True for name in on})
     model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(num_blocks=3), fusion)
     found = model.get_fusion_statistics()
     titles = ("qkv_fusion_msa", "qkv_fusion_triangle", "flash_attention", "triangle_fusion", "torch_compile")

@@ -93,16 +93,17 @@ def test_two_sessions_in_words():
     assert comparison["step_ms"] == [4.0, 1.0] and comparison["differences"] == []
     gain = [comparison[key] for key in ("speedup", "speedup_low", "speedup_high")]
     assert gain == pytest.approx([4, 3.9, 4.1])
-    text = "\n".join(report.comparison_lines(comparison))
+    text = "\n".join(report.comparison_lines(comparison, "operation"))
     assert "4.00 -> 1.00 ms: 4.00x (95% interval 3.90 to 4.10)" in text and "different clocks" not in text
+    assert "| operation" in text and "| kernel" not in text
     older = report.compare_sessions(session(step=dict(untraced_ms=4.0)), session(), "earlier")
-    assert "4.00x (too few steps for an interval)" in "\n".join(report.comparison_lines(older))
+    assert "4.00x (too few steps for an interval)" in "\n".join(report.comparison_lines(older, "kernel"))
     other = session(fusion_config=dict(enable_fused_relu=False), time_kind="GPU time",
                     system_info=dict(gpu_name="G", host_cpu="C|`1`", torch_version="3"))
     comparison = report.compare_sessions(session(), other, "earlier")
     assert comparison["differences"] == ["enable_fused_relu True -> False", "gpu_name None -> G",
                                     "torch_version 2 -> 3"]
-    assert "different clocks" in "\n".join(report.comparison_lines(comparison))
+    assert "different clocks" in "\n".join(report.comparison_lines(comparison, "kernel"))
 
 
 def test_only_sessions_are_read(tmp_path):

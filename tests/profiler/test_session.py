@@ -25,7 +25,7 @@ FLAGS = flags_of(**SIZES)
 
 def given(fused=True, **values):
     settings = settings_of(**SIZES)
-    fusion = PROGRAM.fusion_config() if fused else PROGRAM.fusion_config.preset(False)
+    fusion = PROGRAM.fusion_config() if fused else PROGRAM.fusion_config.baseline()
     return with_fusion(settings, fusion).having(**values)
 
 

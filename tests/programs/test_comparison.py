@@ -75,7 +75,7 @@ def test_a_signal_before_the_first_round_leaves_no_figures(tmp_path, monkeypatch
     def take_turn(*_):
         signal.raise_signal(signal.SIGINT)
     monkeypatch.setattr(bench.Candidate, "take_turn", take_turn)
-    monkeypatch.setattr(bench.Candidate, "warm_up", lambda self, *_: setattr(self, "trainer", self.make()))
+    monkeypatch.setattr(bench.Candidate, "prepare", lambda self, *_: setattr(self, "trainer", self.make()))
     assert compare_fusion(tof.PROGRAM, SETTINGS.having(profile_dir=str(tmp_path)), "fused compiled") == 130
     assert "no figures" in capsys.readouterr().out and not os.listdir(tmp_path)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

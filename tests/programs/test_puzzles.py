@@ -7,7 +7,7 @@ import xml.etree.ElementTree as tree
 
 import pytest
 
-from fusion_lab.training.errors import interpreter_fault
+from puzzles.interpreter import interpreter_fault
 from tests.support import ROOT
 
 if importlib.util.find_spec("triton") is None:

@@ -17,7 +17,7 @@ SIZES = dict(device="cpu", seq_len=8, num_seqs=6, batch_size=2, num_blocks=2, ms
 @pytest.mark.parametrize("fused", [False, True])  # the outer product sums in another order
 def test_flops_are_those_that_torch_counts(fused):
     settings = tof.PROGRAM.settings(**{**SIZES, "batch_size": 1, "seq_len": 24})
-    fusion = replace(tof.PROGRAM.fusion_config.preset(False), enable_opm_fusion=fused)
+    fusion = replace(tof.PROGRAM.fusion_config.baseline(), enable_opm_fusion=fused)
     assert fusion.weight_first(1, 6, 24, settings.model.outer_product_dim, None) is fused
     batch = tof.PROGRAM.data(settings).batch(0)
     with FlopCounterMode(display=False) as counter:
@@ -35,7 +35,7 @@ def test_bytes_are_those_of_the_passes_of_ideal_kernels():
     tensor (9,216 bytes), the pair tensor (8,192), biases of four heads (2,048) and the outer product's sides
     (32 wide, 12,288)."""
     settings = tof.PROGRAM.settings(**SIZES)
-    found = costs(settings.model, tof.PROGRAM.fusion_config.preset(False), settings.training)
+    found = costs(settings.model, tof.PROGRAM.fusion_config.baseline(), settings.training)
     msa, pair, bias, sides = 9216, 8192, 2048, 12288
     attention = [4 + 4 + 3, 5 + 8 + 5]  # x, q k v | q k v, o | o, x twice; backward with gradients of each
     expected = dict(

@@ -30,7 +30,7 @@ def inputs():
 
 def test_sub_layers_are_twins_only_where_something_is_asked():
     """All blocks share their classes, or the compiler would compile each of them."""
-    for fusion in (tof.FusionConfig(), tof.FusionConfig.preset(False), tof.FusionConfig.preset(True)):
+    for fusion in (tof.FusionConfig(), tof.FusionConfig.baseline(), tof.FusionConfig.preset()):
         block = block_of(fusion)
         assert not block.fast and type(block.outer_product_mean) is tof.OuterProductMean
     blocks = [block_of() for _ in range(2)]

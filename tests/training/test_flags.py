@@ -48,7 +48,7 @@ def test_every_field_is_a_flag_that_takes_its_limits_and_nothing_beyond(file, ca
     program = load_program(ROOT / file)
     parser = make_parser(program)
     for f, paired in ((f, kind is program.fusion_config) for kind in config_classes(program)
-                      for f in fields(kind) if not f.metadata["mode"]):
+                      for f in fields(kind) if not f.metadata["takes"]):
         taken, refused = values_of(f, paired)
         for value in taken:
             word = as_flag(f.name, value)
@@ -105,8 +105,8 @@ def test_presets():
     def fusion(*words):
         return parse(PARSER, tof.PROGRAM, words)[1].fusion
     kind = tof.FusionConfig
-    assert fusion("--enable-ultra") == kind.ultra() != fusion("--enable-all-fusion") == kind.preset(True)
-    assert fusion("--disable-all-fusion") == kind.preset(False) != fusion() == kind()
+    assert fusion("--enable-ultra") == kind.ultra() != fusion("--enable-all-fusion") == kind.preset()
+    assert fusion("--disable-all-fusion") == kind.baseline() != fusion() == kind()
     assert fusion("--enable-opm-fusion", "--disable-all-fusion").enable_opm_fusion
     assert fusion("--disable-opm-fusion", "--enable-opm-fusion").enable_opm_fusion  # the later one wins
     assert not fusion("--enable-opm-fusion", "--disable-opm-fusion").enable_opm_fusion

@@ -37,8 +37,8 @@ class Plan:
                    transition=fusion.enable_triton_relu, recompute=fusion.enable_selective_checkpointing)
 
 
-def gpu_products(x):
-    """How products of x are made: "half", in 16 bits on a GPU, where our kernels run; "float32", on a GPU
+def gpu_arithmetic(x):
+    """How x is multiplied: "half", in 16 bits on a GPU, where our kernels run; "float32", on a GPU
     without TF32; None, in any other way."""
     if limits.runs(x):
         return "half"

@@ -50,10 +50,10 @@ class TrainingConfig(options.TrainingConfig):
     contacts: list | None = option(
         None, "predict contacts and distances of alignments (files, directories of them, - for standard "
         "input), by the model of this project or that of --resume (docs/contacts.md)", type=str,
-        metavar="ALIGNMENT", mode=OF_PREDICTIONS, several=True, read=True)
+        metavar="ALIGNMENT", takes=OF_PREDICTIONS, several=True, read=True)
     fold: list | None = option(
         None, "predict the structure of each alignment's first protein, by the same models "
-        "(docs/folding.md)", type=str, metavar="ALIGNMENT", mode=OF_PREDICTIONS, several=True, read=True)
+        "(docs/folding.md)", type=str, metavar="ALIGNMENT", takes=OF_PREDICTIONS, several=True, read=True)
     output: str | None = option(
         None, "directory for the files of --contacts and --fold; default: contacts or fold", type=str,
         short="-o", metavar="DIR")
@@ -83,8 +83,8 @@ class TrainingConfig(options.TrainingConfig):
             self.refuse("real_folds", "needs --synthetic-world natural")
 
 
-def products_of(training, on_gpu):
-    """What gpu_products() of fast_evoformer.py says of the tensors of such a training."""
+def arithmetic_of(training, on_gpu):
+    """What gpu_arithmetic() of fast_evoformer.py says of the tensors of such a training."""
     if training.use_amp:
         return "half" if on_gpu and limits.HAS_TRITON else None
     return "float32" if on_gpu and not training.use_tf32 else None

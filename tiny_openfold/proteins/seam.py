@@ -6,7 +6,7 @@ from fusion_lab.training.words import counted
 from tiny_openfold.layers import attention_choice, kernel_switches
 from tiny_openfold.proteins import costs
 from tiny_openfold.proteins.fast_evoformer import Plan
-from tiny_openfold.proteins.options import products_of
+from tiny_openfold.proteins.options import arithmetic_of
 
 
 class EvoformerForLab(Model):
@@ -37,7 +37,7 @@ class EvoformerForLab(Model):
 
     def count_as(self, training, on_gpu):
         for block in self.blocks:
-            block.outer_product_mean.counted_as = (products_of(training, on_gpu),)
+            block.outer_product_mean.counted_as = (arithmetic_of(training, on_gpu),)
 
     def costs(self, training):
         return costs.costs(self.config, self.fusion, training)
