@@ -10,6 +10,7 @@ import torch
 
 from fusion_lab.measuring import roctx
 from fusion_lab.measuring.ranges import ranges, sums_by_range
+from fusion_lab.training.errors import FAILED, UserError
 from fusion_lab.training.files import write_json
 from fusion_lab.training.machine import MEGABYTE
 from fusion_lab.training.words import counted
@@ -76,8 +77,11 @@ class Trace(Recorder):
             profile_memory=config.enable_memory_profiling)
 
     def write(self, profiler):
-        self.path = os.path.join(self.config.profile_dir, f"steps.{time.time_ns()}.pt.trace.json")
-        profiler.export_chrome_trace(self.path)
+        path = os.path.join(self.config.profile_dir, f"steps.{time.time_ns()}.pt.trace.json")
+        profiler.export_chrome_trace(path)
+        if not os.path.exists(path):  # on a full disk PyTorch logs an error, removes the file and returns
+            raise UserError(f"cannot write {path}: is the disk full?", FAILED)
+        self.path = path
 
     def begin(self):
         self.profiler.__enter__()

@@ -9,11 +9,13 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.probe import probe
 from fusion_lab.measuring.ranges import RECOMPUTE
+from fusion_lab.measuring.recorders import Trace
 from fusion_lab.measuring.variants import fusion_named, with_fusion
 from fusion_lab.profiler import report
 from fusion_lab.profiler.command import run
 from fusion_lab.profiler.session import ablation_names, run_session
 from fusion_lab.training.errors import UserError, exit_code
+from fusion_lab.training.options import ProfilerConfig
 from tests.support import code_of, last_json, run_program
 from tests.tiny import flags_of, settings_of
 
@@ -27,6 +29,15 @@ def given(fused=True, **values):
     settings = settings_of(**SIZES)
     fusion = PROGRAM.fusion_config() if fused else PROGRAM.fusion_config.baseline()
     return with_fusion(settings, fusion).having(**values)
+
+
+def test_a_trace_that_is_not_written_is_no_success(tmp_path):
+    """PyTorch logs it and returns, as on a full disk."""
+    trace = Trace(ProfilerConfig(profile_dir=str(tmp_path / "gone"), profile_steps=1), 1)
+    trace.begin()
+    with pytest.raises(UserError, match="disk") as refused:
+        trace.step()
+    assert refused.value.code == 1 and trace.path is None
 
 
 @pytest.mark.parametrize("checkpointing", [None, "selective", "activation"])
