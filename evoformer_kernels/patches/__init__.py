@@ -176,7 +176,8 @@ def patch(model: nn.Module, smallest: int = 0, graphs: bool = False) -> Patch:
         forward.layer.forward = forward
     blocks = []
     if graphs:
-        from evoformer_kernels.patches.graphs import GraphedBlock, Shared
+        from evoformer_kernels.patches.graph_memory import Shared
+        from evoformer_kernels.patches.graphs import GraphedBlock
         shared = Shared()
         blocks = [GraphedBlock(block, shared) for block in blocks_of(model) if "forward" not in vars(block)]
         for graphed in blocks:

@@ -1,16 +1,17 @@
-"""CUDA graphs on a CPU: what patches/graphs.py does around a graph is tried without a GPU.
+"""CUDA graphs on a CPU: what patches/graphs.py and its two parts do around a graph is tried without a GPU.
 
 A graph records each operator between its capture's begin and end, and calls them again when it is replayed,
 into the same memory. As on a GPU, what it computed on the way is gone afterwards, unless its pool is its own;
 and no number may be read on the way.
 """
 import contextlib
+import weakref
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evoformer_kernels.patches import graphs
+from evoformer_kernels.patches import block_graphs, graph_memory, graphs
 
 
 def tensors_of(values):
@@ -37,8 +38,17 @@ def memory(t):
     return t.untyped_storage().data_ptr()
 
 
+class Pool:
+    def __init__(self):
+        self.graphs, self.used = weakref.WeakSet(), False
+
+
 class Graph:
     def capture_begin(self, pool=None, capture_error_mode=None):
+        if pool.used and not pool.graphs:
+            raise RuntimeError("INTERNAL ASSERT: a pool whose graphs have all gone takes no other")
+        pool.graphs.add(self)
+        pool.used = True
         self.shares, self.mode = pool is Cuda.shared, Recording()
         self.mode.__enter__()
 
@@ -90,9 +100,7 @@ class Cuda:
     stream = device = staticmethod(lambda _: contextlib.nullcontext())
     synchronize = staticmethod(lambda: None)
 
-    @staticmethod
-    def graph_pool_handle():
-        return object()
+    graph_pool_handle = Pool
 
     @classmethod
     def Stream(cls, device):  # of the shared pool alone
@@ -108,12 +116,13 @@ class Torch:
 
 
 def emulate(monkeypatch):
-    monkeypatch.setattr(graphs, "torch", Torch())
+    for module in (graphs, block_graphs, graph_memory):
+        monkeypatch.setattr(module, "torch", Torch())
     monkeypatch.setattr(graphs, "capturable", lambda tensors: True)
-    monkeypatch.setattr(graphs, "end_capture", lambda stream, pool: None)
-    made = graphs.Shared.pool_and_stream
+    monkeypatch.setattr(graph_memory, "end_capture", lambda stream, pool: None)
+    made = graph_memory.Shared.pool_and_stream
 
     def pool_and_stream(self, device):
         Cuda.shared, stream = made(self, device)
         return Cuda.shared, stream
-    monkeypatch.setattr(graphs.Shared, "pool_and_stream", pool_and_stream)
+    monkeypatch.setattr(graph_memory.Shared, "pool_and_stream", pool_and_stream)

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton")
 
@@ -210,17 +211,35 @@ def test_graphs_that_go_before_their_recomputation_still_run_it(device, as_in_gr
         assert not far(dict(enumerate(replayed)), dict(enumerate(own)))
 
 
-def test_a_forward_that_is_replaced_later_is_seen(device):
+@pytest.mark.parametrize("kind", ["kept", "forward only"])
+def test_a_forward_that_is_replaced_later_is_seen(kind, device):
+    """Its graphs go, and new ones come; of those without gradients none is left in their pool."""
     called = Called(*BLOCKS[0], device)
+    called.model.train(kind == "kept")
     patched = patch(called.model, graphs=True)
+    for forward in (called.model.transition_z.forward, torch.zeros_like):
+        called.model.transition_z.forward = forward
+        for _ in range(3):
+            called.model.zero_grad()
+            with torch.set_grad_enabled(kind == "kept"):
+                outs = called.outputs(called.model)
+            if kind == "kept":
+                outs[1].sum().backward()
+        assert patched.report()["model"] == f"graph, {kind}"
+    assert called.model.transition_z.fc1.weight.grad is None
+
+
+def test_a_counter_round_the_forward_of_a_checkpoint_alone(device, as_in_graphs):
+    called = Called(*BLOCKS[0], device)
+    patch(called.model, graphs=True)
     for _ in range(3):
-        called.step(called.model)
-    assert patched.report()["model"] == "graph, kept"
-    called.model.transition_z.forward = torch.zeros_like
-    for _ in range(3):
+        expected = called.step(called.model, "recomputed, with more")
         called.model.zero_grad()
-        found = called.step(called.model)
-    assert found["transition_z.fc1.weight"] is None and patched.report()["model"] == "graph, kept"
+    with FlopCounterMode(display=False):
+        outs = called.outputs(called.model, "recomputed, with more")
+        loss = sum((x.float() * called.there(x)).square().mean() for x in outs)
+    found = dict(zip(called.names, torch.autograd.grad(loss, called.tensors), strict=True))
+    assert not far(found, {name: expected[name] for name in called.names})
 
 
 def test_a_copy_of_a_captured_model_has_graphs_of_its_own(device, as_in_graphs):
