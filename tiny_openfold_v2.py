@@ -773,7 +773,7 @@ def train(program, settings, compare_with=None, min_speedup=None):
         path = folder.write("performance_summary", result)
         evaluations.evaluate(trainer, source, metrics, stop, print, final=True)
         signal = world.agreed_signal(stop)
-        folder.write("performance_summary", summary.completed(result, metrics.by_step, earlier))
+        folder.write("performance_summary", summary.complete_and_print(result, metrics.by_step, earlier))
         code = summary.too_slow(result, min_speedup)
         peak = result["performance_summary"]["peak_memory_mb"]
         report = analysis.write_analysis(trainer, counts, times, peak, profiling)

@@ -196,7 +196,7 @@ def test_a_checkpoint_crosses_settings(program, tmp_path):
     torch.save(snapshot(trainer), tmp_path / "saved.pt")
     expected = trainer.step(batches[1]).item()
     for other in each_switch(program, settings):
-        if other.idle(False) == settings.idle(False):
+        if other.idle_reasons(False) == settings.idle_reasons(False):
             second = program.trainer(program, other, CPU)
             restore(second, tmp_path / "saved.pt")
             assert second.step(batches[1]).item() == pytest.approx(expected, rel=1e-4)

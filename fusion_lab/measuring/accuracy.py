@@ -121,7 +121,7 @@ def covered(settings, device):
     used = settings.in_use(on_gpu)
     beyond = [spelled(name) for name in used if name in OF_THE_STEP]
     return dict(checked=[spelled(name) for name in used if name not in OF_THE_STEP],
-                not_used=[*settings.idle(on_gpu), *(
+                not_used=[*settings.idle_reasons(on_gpu), *(
                     f"{name} changes the optimizer's step, and outputs and gradients are checked"
                     for name in beyond)])
 

@@ -21,7 +21,8 @@ class Counts:
     saved: dict                     # bytes kept for backward, by sub-layer
     flops: int                      # of one step
     launches: int | None = None     # kernels on a GPU, operations on a CPU
-    peak: int | None = None         # bytes: live tensors on a CPU; on a GPU while a CUDA graph was captured
+    peak: int | None = None         # bytes: live tensors on a CPU; on a GPU before and beside
+                                    # the steps that the allocator's own peak covers, such as a capture
     timeline: list | None = None    # (operation number, live bytes), on a CPU
     warmup_time: float | None = None  # s
     first_step_time: float | None = None  # s, compilation included
@@ -117,7 +118,7 @@ def warm_up(trainer, source, stop=None):
 
 def peak_megabytes(device, counts):
     """Peak of tensor memory in MB (2**20 bytes): the allocator's on a GPU, on CPU the probe's or None."""
-    peak = counts.peak  # on a GPU: of the capture of a CUDA graph, whose replays allocate nothing
+    peak = counts.peak  # on a GPU: before an evaluation or a graph, whose replays allocate nothing
     if device.type == "cuda":
         peak = max(peak or 0, torch.cuda.max_memory_allocated(device))
     return peak / MEGABYTE if peak is not None else None

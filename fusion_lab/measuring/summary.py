@@ -133,7 +133,7 @@ def rates(figures):
     return [figures["avg_training_speed"] * figures["avg_batch_time"] / time for time in times]
 
 
-def completed(result, evaluations, earlier):
+def complete_and_print(result, evaluations, earlier):
     """A summary with its evaluations, {step or "final": Evaluation}, and how it stands against an earlier
     one, as read_summary() has it, or None."""
     result["evaluation"] = {str(step): evaluation.details for step, evaluation in evaluations.items()}

@@ -114,7 +114,7 @@ def make_variants(settings, names, on_gpu):
     variants, known = [], {}
     for name in dict.fromkeys(asked):
         variant = Variant(name, with_fusion(settings, fusion_named(name, settings.fusion)))
-        variant.not_used = tuple(variant.settings.idle(on_gpu))
+        variant.not_used = tuple(variant.settings.idle_reasons(on_gpu))
         if (same := known.setdefault(at_work(variant.settings, on_gpu), name)) != name:
             variant.reason = "; ".join((f"here it is the same as {same}", *variant.not_used))
         variants.append(variant)

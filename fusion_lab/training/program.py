@@ -154,7 +154,7 @@ class Settings:
         configs = (getattr(self, part) for part in PARTS)
         return next(getattr(config, name) for config in configs if hasattr(config, name))
 
-    def idle(self, on_gpu):
+    def idle_reasons(self, on_gpu):
         """Why switches that are on change nothing here, in sentences."""
         return list(dict.fromkeys(self.fusion.idle(self, on_gpu).values()))
 

@@ -69,7 +69,7 @@ def describe_start(trainer, source):
     if fusion not in (kind(), kind.baseline(), kind.preset(), kind.ultra()) and (
             name := name_of(settings, on_gpu)):
         print(f"In a comparison: --variants {name}")
-    idle = settings.idle(on_gpu)
+    idle = settings.idle_reasons(on_gpu)
     if settings.training.use_tf32 and not runs_in_tf32(settings.training, device):
         idle.append("this device has no TF32")
     if idle:

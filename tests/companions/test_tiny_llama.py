@@ -223,16 +223,16 @@ def test_a_contest_counts_launches_and_tokens_and_sums_up_over_shapes(monkeypatc
 def test_one_kernel_a_block_needs_a_gpu_and_says_so(capsys):
     assert llama.main(["--compare-ultra", "--device", "cpu"], program=PROGRAM) == 4
     assert "needs a GPU" in capsys.readouterr().err
-    idle = on_gpu().idle(False)
+    idle = on_gpu().idle_reasons(False)
     assert "the ultra-fused block needs a GPU" in idle[0]
     if HAS_TRITON:
-        assert "32, 64, 128 channels" in on_gpu(num_heads=16, num_kv_heads=2).idle(True)[0]
+        assert "32, 64, 128 channels" in on_gpu(num_heads=16, num_kv_heads=2).idle_reasons(True)[0]
 
 
 def test_the_pointwise_kernel_says_what_it_needs(monkeypatch):
     def idle(on_gpu=True, **switches):
         given = dict(use_amp=True, enable_pointwise_kernel=True)
-        return PROGRAM.settings(**SIZES, **given | switches).idle(on_gpu)
+        return PROGRAM.settings(**SIZES, **given | switches).idle_reasons(on_gpu)
     monkeypatch.setattr(llama, "HAS_TRITON", True)
     assert idle() == idle(enable_qkv_fusion=False) == idle(enable_swiglu_fusion=False) == []
     [said] = idle(enable_qkv_fusion=False, enable_swiglu_fusion=False)
@@ -292,7 +292,7 @@ POINTWISE = dict(enable_ultra_block=False, enable_pointwise_kernel=True)
     dict(enable_activation_checkpointing=True)], ids=str)
 def test_the_pointwise_kernel_keeps_every_gradient(values):
     settings = on_gpu(**POINTWISE, **values)
-    assert settings.idle(True) == []
+    assert settings.idle_reasons(True) == []
     found, failures = accuracy.compare_numerics(PROGRAM, settings, torch.device("cuda"))
     assert failures == [] and found["tensors"] > 20
 

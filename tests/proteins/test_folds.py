@@ -8,7 +8,7 @@ from tests import tiny
 from tiny_openfold.proteins import batches, folds, natural
 from tiny_openfold.proteins.folds import APART, EVERY, MISSING, RealFolds
 from tiny_openfold.proteins.geometry import CA
-from tiny_openfold.proteins.orientations import UNKNOWN
+from tiny_openfold.proteins.orientations import IGNORED
 
 
 def test_folds_are_chains_with_the_contacts_of_domains():
@@ -136,7 +136,7 @@ def test_half_of_the_folds_are_real_and_a_step_is_always_the_same(tmp_path):
     real = torch.cat([batch["coord_mask"] for batch in found])[:, -1] == 0  # chains of 20 have a tail of 4
     bins = torch.cat([batch["orientations"] for batch in found])
     assert 8 <= real.sum() <= 24 and bins.dtype == torch.int8
-    assert (bins[~real] == UNKNOWN).all() and (bins[real][:, 20:] == UNKNOWN).all()
+    assert (bins[~real] == IGNORED).all() and (bins[real][:, 20:] == IGNORED).all()
     off = ~torch.eye(20, dtype=torch.bool)
     assert (bins[real][:, :20, :20][:, off] >= 0).all()
     unseen = [source.world.piece(np.random.default_rng(seed), True) for seed in range(99)]

@@ -40,7 +40,7 @@ def test_opm_fusion_is_idle_where_the_plain_order_runs(sizes, on_gpu):
     shape = settings.training.batch_size, settings.model.num_seqs, settings.model.seq_len, 32
     runs = module.weight_first(SimpleNamespace(shape=shape, is_cuda=on_gpu, dtype=torch.float32,
                                                device=torch.device("cpu")))
-    assert settings.idle(on_gpu) == ([] if runs else ["opm-fusion changes nothing at these sizes"])
+    assert settings.idle_reasons(on_gpu) == ([] if runs else ["opm-fusion changes nothing at these sizes"])
     assert ("enable_opm_fusion" in settings.in_use(on_gpu)) == runs
 
 
@@ -65,5 +65,5 @@ def test_a_switch_that_does_nothing_is_named(switches, sizes, word, monkeypatch)
     model = tof.TinyOpenFoldConfig(msa_dim=given["msa_dim"], pair_dim=given["pair_dim"], msa_heads=heads,
                                    pair_heads=heads, outer_product_dim=given["side"], num_seqs=given["rows"])
     chosen = dict(use_amp=given["amp"], batch_size=1, enable_opm_fusion=False) | switches
-    found = replace(tof.PROGRAM.settings(**chosen), model=model).idle(given["gpu"])
+    found = replace(tof.PROGRAM.settings(**chosen), model=model).idle_reasons(given["gpu"])
     assert len(found) == bool(word) and word in "".join(found)

@@ -13,7 +13,7 @@ from tests.proteins.test_batches import family, real
 from tests.tiny import model_of, save_model, settings_of
 from tiny_openfold.proteins import geometry, orientations
 from tiny_openfold.proteins.geometry import CA, CB, N
-from tiny_openfold.proteins.orientations import BINS, UNKNOWN, OrientationHead, bins_of, orientation_loss
+from tiny_openfold.proteins.orientations import BINS, IGNORED, OrientationHead, bins_of, orientation_loss
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_bins_hold_their_angles(atoms):
     apart = torch.cdist(atoms[:, CB], atoms[:, CB])
     unknown = torch.eye(len(atoms), dtype=torch.bool) | ~apart.isfinite()
     for name, angle in angles.items():
-        assert torch.equal(bins[name] == orientations.UNKNOWN, unknown)
+        assert torch.equal(bins[name] == orientations.IGNORED, unknown)
         assert torch.equal(bins[name][~unknown] == 0, apart[~unknown] >= 20)
         near = ~unknown & (apart < 20)
         first = 0 if name == "phi" else -180
@@ -71,7 +71,7 @@ def test_loss_against_a_hand_count():
     head, pair = OrientationHead(63), torch.zeros(1, 3, 3, 63)
     with torch.no_grad():
         head.projection.weight[:63] = torch.eye(63)
-    bins = torch.full((1, 3, 3, 3), UNKNOWN)
+    bins = torch.full((1, 3, 3, 3), IGNORED)
     bins[0, 0, 1], bins[0, 1, 0] = torch.tensor([2, 5, 0]), torch.tensor([2, 24, 12])
     pair[0, 0, 1, 2] = math.log(4)        # omega, from one side: it counts for both
     pair[0, 0, 1, 25 + 5] = math.log(2)   # theta of (0, 1), not of (1, 0)
@@ -83,7 +83,7 @@ def test_loss_against_a_hand_count():
     assert {name: found[name].shape[-1] for name in BINS} == BINS
     assert torch.equal(found["omega"], found["omega"].transpose(1, 2))
     assert found["theta"][0, 0, 1].argmax() == 5 and found["theta"][0, 1, 0].abs().max() == 0
-    nobody = orientation_loss(head(pair.requires_grad_()), torch.full_like(bins, UNKNOWN)).value
+    nobody = orientation_loss(head(pair.requires_grad_()), torch.full_like(bins, IGNORED)).value
     nobody.backward()
     assert nobody.item() == 0 and pair.grad.abs().max() == 0  # a batch without a known pair costs nothing
 

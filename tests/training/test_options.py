@@ -40,4 +40,4 @@ def test_autotuning_leaves_the_graph_to_whoever_makes_one_of_the_step():
     (dict(enable_master_weights=True), ["master weights need --use-amp"]),
     (dict(enable_triton_adamw=True), ["triton-adamw needs a GPU, Triton, --use-amp and master weights"])])
 def test_idle_switches_on_a_cpu(values, words):
-    assert second.PROGRAM.settings(**values).idle(on_gpu=False) == words
+    assert second.PROGRAM.settings(**values).idle_reasons(on_gpu=False) == words

@@ -5,7 +5,7 @@ dict of CPU tensors, the keyword arguments of TinyOpenFoldV2.forward: msa_tokens
 (B, S), coords (B, S, 3) in Å, coord_mask (B, S); msa_targets (B, N, S) in training; seq_mask (B, S) and
 row_mask (B, N) for real proteins, which may be padded; extra_msa (B, M, S) for models that read it, padded
 with rows of gaps; orientations (B, S, S, 3) in training of models with --orientations, for every protein, so
-that all batches have one shape: UNKNOWN where there is no backbone.
+that all batches have one shape: IGNORED where there is no backbone.
 """
 import math
 import sys
@@ -22,7 +22,7 @@ from tiny_openfold.proteins import evaluation, files
 from tiny_openfold.proteins.files import GAP, MASK, Protein
 from tiny_openfold.proteins.folds import Folds, Piece, RealFolds
 from tiny_openfold.proteins.natural import GraphedWorld, natural_alignments
-from tiny_openfold.proteins.orientations import BINS, UNKNOWN, bins_of
+from tiny_openfold.proteins.orientations import BINS, IGNORED, bins_of
 from tiny_openfold.proteins.relatives import learned_from
 from tiny_openfold.proteins.synthetic import synthetic_proteins
 
@@ -85,7 +85,7 @@ class Proteins(Data):
         if self.config.orientations:  # any bins, since these proteins have no backbone
             bins = np.random.default_rng(0).integers(0, min(BINS.values()), batch["orientations"].shape)
             known = batch["seq_mask"][:, :, None] * batch["seq_mask"][:, None]
-            batch["orientations"] = torch.from_numpy(bins).masked_fill(known[..., None] == 0, UNKNOWN)
+            batch["orientations"] = torch.from_numpy(bins).masked_fill(known[..., None] == 0, IGNORED)
         return batch
 
     def evaluate(self, trainer, stop):

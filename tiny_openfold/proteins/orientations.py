@@ -23,7 +23,7 @@ FAR = 20.0                    # Å between CB atoms; bin 0 is that far or farthe
 WIDTH = math.radians(15)      # of all other bins
 FIRST = dict(omega=-math.pi, theta=-math.pi, phi=0.0)  # lower edge of bin 1
 BINS = dict(omega=25, theta=25, phi=13)                # bin 0 among them
-UNKNOWN = -100                # what cross entropy leaves out
+IGNORED = -100                # what cross entropy leaves out
 ORIENTATION_WEIGHT = 0.3  # of the sum of three cross entropies, beside the distogram's
 SPARE = -sum(BINS.values()) % 8  # outputs that nothing reads: fast GEMMs want a multiple of 8
 
@@ -53,7 +53,7 @@ def between(n, ca, cb):
 
 
 def targets(n, ca, cb):
-    """{name: bins (..., L, L), integers} of atoms (..., L, 3), Å; cb from beta(), as folds have it. UNKNOWN
+    """{name: bins (..., L, L), integers} of atoms (..., L, 3), Å; cb from beta(), as folds have it. IGNORED
     on the diagonal and where an atom is not finite."""
     known = torch.stack([n, ca, cb]).isfinite().all(-1).all(0)
     n, ca, cb = (atom.nan_to_num(0.0, 0.0, 0.0) for atom in (n, ca, cb))
@@ -63,7 +63,7 @@ def targets(n, ca, cb):
     bins = {}
     for name, angle in between(n, ca, cb).items():
         inside = 1 + ((angle - FIRST[name]) / WIDTH).floor().long().clamp(0, BINS[name] - 2)
-        bins[name] = torch.where(near, inside, 0).masked_fill(unknown, UNKNOWN)
+        bins[name] = torch.where(near, inside, 0).masked_fill(unknown, IGNORED)
     return bins
 
 
@@ -87,9 +87,9 @@ class OrientationHead(nn.Module):
 
 def orientation_loss(angles, bins):
     """The sum of three cross entropies, a mean over the pairs that are known, as a Loss. angles: the head's
-    logits; bins (B, S, S, 3), UNKNOWN where nothing is known."""
+    logits; bins (B, S, S, 3), IGNORED where nothing is known."""
     bins = bins.long()
-    nll = sum(F.cross_entropy(logits.flatten(0, 2), bins[..., i].flatten(), ignore_index=UNKNOWN,
+    nll = sum(F.cross_entropy(logits.flatten(0, 2), bins[..., i].flatten(), ignore_index=IGNORED,
                               reduction="none").view(bins.shape[:3])
               for i, logits in enumerate(angles.values()))
     known = (bins[..., 0] >= 0).to(nll.dtype)  # the same pairs for all three
