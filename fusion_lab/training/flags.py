@@ -67,7 +67,7 @@ def check_early(program, argv):
 
 
 def require_paths(parser, program, settings):
-    """End the program if a flag names files to read of which none exists; others are refused one by one later."""
+    """End the program if a flag names files to read of which none exists; later others are refused, too."""
     for f in fields(program.training_config):
         value = getattr(settings.training, f.name)
         paths = value if isinstance(value, list) else [value]
