@@ -73,6 +73,8 @@ SEVERAL = {  # file name, content, {query: rows}
     "its first line has spaces": ("x.a3m", COMPLEX.replace("\t", " "), CHAINS),
     "a comment and no tab": ("x.a3m", "# by hand\n" + COMPLEX.replace("#3,2\t1", "# 3, 2 ; 1"), CHAINS),
     "no first line": ("x.a3m", COMPLEX.partition("\n")[2], CHAINS),
+    "no first line, dots as gaps": ("x.a3m", ">101\t102\nACDEF\n>101\nACD..\n>c\nMK-..\n>102\n...EF\n",
+                                    {"101": ["ACD", "ACD", "MK-"], "102": ["EF", "EF"]}),
     "no joint rows": ("x.a3m", "#3,2 1,1\n" + UNPAIRED, {"101": ["ACD", "MKL"], "102": ["EF", "WF"]}),
     "complex of ColabFold": ("x.a3m", COMPLEX, CHAINS),
     "of one length, NUL between": ("x.a3m", ">101\nACDEF\n>a\nAC-EF\n\0>102\nWYWYW\n\0",
@@ -113,6 +115,7 @@ def test_every_letter_has_its_token(tmp_path):
      ["ACDEF", "AC-EF", "ACDEF", "GHIKL"]),
     ("x.fasta", ">q\nAC*EF*\n>a\nACDEF\n>b\nACDEF*\n", ["ACXEF", "ACDEF", "ACDEF"]),  # a stop codon within
     ("x.a3m", ">q C:\\new\nACDE\n>r\nAC-E\n", ["ACDE", "AC-E"]),
+    ("x.txt", ">q\nACDEF\n>a\nACdef\n", ["ACDEF", "ACDEF"]),  # FASTA: no insertions, if rows fit with them
     ("x.a3m", ">q\nA.DEF\n>a\nAC.EF\n>b\nACD.F\n", ["ADEF", "A-EF", "AD-F"]),  # '.' is a gap, one in each
     ("x.txt", "# STOCKHOLM 1.0\nMUSCLE-1 ACDE\nCLUSTAL_X AC-E\n//\n", ["ACDE", "AC-E"]),
     ("x.sto", "# STOCKHOLM 1.0\n\nq AC\nq AC\na A-\n\nq DE\nq DE\na DE\n//\n", ["ACDE", "ACDE", "A-DE"])])
@@ -196,7 +199,8 @@ FOREIGN = {  # how a file begins, what it is
     b"x.a3m" + bytes(252) + b"ustar": "tar archive",
     b"\n<!DOCTYPE html>\n<html>": "web page", b"\n<?xml version": "XML", b'[{"name": "x"}]': "JSON",
     b'{"sequences": [{"protein": {"unpairedMsa": ">q\\nACDEF"}}]}': "AlphaFold 3",
-    b"key,sequence\n-1,ACDEF\n": "Boltz CSV", b">query\\nACDEF\\n>hit\\nACDEF": "written out as \\n",
+    b"key,sequence\n-1,ACDEF\n": "Boltz CSV", b"sequence,key\nACDEF,-1\n": "a Boltz CSV",
+    b">query\\nACDEF\\n>hit\\nACDEF": "written out as \\n",
     b">P1;q\nFIRST\nACDEF*\n": "PIR", b"#NEXUS\nbegin data;": "NEXUS", b" 12 345\nq ACDEF\n": "PHYLIP",
     b"!!AA_MULTIPLE_ALIGNMENT 1.0": "MSF", b"HMMER3/f [3.3]\nNAME x": "profile",
     b"HHsearch 1.5\nNAME x": "profile",

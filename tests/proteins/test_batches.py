@@ -129,6 +129,8 @@ def test_every_step_draws_other_families_crops_and_rows():
     assert all(torch.equal(steps[2][key], source.batch(2)[key]) for key in steps[2])
     assert not torch.equal(real(source.families, batch_size=3, seed=8).batch(0)["coords"], steps[0]["coords"])
     assert steps[0]["msa_tokens"].shape == (3, 4, 8) and steps[0]["coords"].shape == (3, 8, 3)
+    source.extra = 6  # of a model that reads them
+    assert source.batch(0)["extra_msa"].shape == (3, 6, 8) and "extra_msa" not in steps[0]
 
 
 def test_evaluation_of_real_proteins_is_whole_clean_and_always_the_same():

@@ -116,7 +116,7 @@ def query(tmp_path):
 def test_a_structure_may_be_named_with_its_chain(tmp_path):
     mine = write(tmp_path / "mine:A", "")  # a file of this very name
     for given, *expected in (("x:B", "x", "B"), ("x", "x", None), ("x:", "x", None), ("C:/x", "C:/x", None),
-                             (mine, str(mine), None)):
+                             ("C:/x:B", "C:/x", "B"), (mine, str(mine), None)):
         assert files.split_structure_argument(given) == (*expected,)
 
 
@@ -323,7 +323,8 @@ def test_of_places_that_fit_alike_the_near_one_is_taken():
 
 
 @pytest.mark.parametrize("chain, expected", [("MKWW", [0, 1]), ("WWMK", [2, 3]), ("MK" + 300 * "W", [0, 1]),
-                                             (300 * "W" + "MK", [300, 301]), ("W" + "MK" + "W", [1, 2])])
+                                             (300 * "W" + "MK", [300, 301]), ("W" + "MK" + "W", [1, 2]),
+                                             ("MKWMKW", [3, 4])])
 def test_ends_of_the_chain_beyond_the_query_are_free(chain, expected):
     """However long they are: a gap within costs more than these two matches are worth."""
     breaks = np.isin(np.arange(len(chain) + 1), (0, len(chain)))
@@ -363,7 +364,7 @@ def test_a_prediction_is_told_from_an_experiment(first, plddt, expected, query, 
 
 
 def test_a_consensus_as_the_query_is_said(tmp_path):
-    path = write(tmp_path / "x.a3m", "#cluster\n>c_consensus\nMKTAY\n>q\nMKTAY\n")
+    path = write(tmp_path / "x.a3m", "#cluster\n>c_consensus of 2\nMKTAY\n>q\nMKTAY\n")
     remark, = files.load_alignment(path).remarks
     assert "consensus" in remark and "\n" not in remark and not files.load_alignment(path, "q").remarks
 
@@ -414,6 +415,12 @@ def family(directory, name, msa=".a3m", structure=".pdb"):
         if suffix:
             content = data("families", source).read_bytes()
             write(directory / (name + suffix), gzip.compress(content) if suffix.endswith(".gz") else content)
+
+
+def test_alignments_in_a_directory_are_told_by_their_suffix(tmp_path):
+    suffixes = "a2m a3m afa aln clustal clw fa faa fas fasta msa sto stk stockholm".split()
+    paths = [write(tmp_path / f"x.{suffix}{end}", "") for suffix in suffixes for end in ("", ".gz", ".txt")]
+    assert {*files.alignments_in(tmp_path)} == {str(path) for path in paths if path.suffix != ".txt"}
 
 
 def test_families_in_other_dress_are_the_same(tmp_path):

@@ -50,6 +50,14 @@ def test_a_batch_is_its_structures():
         assert value.tolist() == pytest.approx([one[name].item() for one in alone], abs=1e-6), name
 
 
+def test_distances_and_orientations_weigh_20_kt_for_each_residue():
+    atoms, angles = a_fold()[None], oriented(a_fold())
+    potential = e.Distances(certain(a_fold(), SEQUENCE).softmax(-1), CENTRES)
+    found = terms(atoms, angles=angles)
+    assert found["distances"].item() == pytest.approx(20 / 24 * potential(e.anchor(atoms, SEQUENCE)).item())
+    assert found["orientations"].item() == pytest.approx(20 / 24 * angles(atoms).item())
+
+
 @pytest.mark.parametrize("name", ["distances", "orientations", "peptide", "plot", "clashes"])
 def test_gradients_are_those_of_finite_differences(name):
     generator = torch.Generator().manual_seed(0)

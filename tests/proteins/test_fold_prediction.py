@@ -225,16 +225,19 @@ def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
     assert not re.search(r"https?://|src=|@import|url\(", text)
 
 
-def test_a_fold_is_drawn_coloured_by_plddt(tmp_path):
+def test_a_fold_is_drawn_coloured_by_plddt(monkeypatch):
     """Near over far, through every residue, with outlines that overlap; a gap where residues are missing."""
     pytest.importorskip("matplotlib")
     from matplotlib.colors import to_hex
     from matplotlib.figure import Figure
     (m, atoms), axis = a_map(), Figure().subplots()
+    monkeypatch.setattr(fold_pictures, "secondary_structure", lambda _, backbone: (
+        12 * "H" + 12 * "-" if np.array_equal(backbone, atoms[:, :4]) else 24 * "-"))
     places, plddt = fold_pictures.turned(atoms[:, 1].astype(float)), np.repeat([95.0, 75, 55, 30], 6)
     fold_pictures.draw_fold(axis, "a fold", m.protein.sequence, atoms, places, fold_pictures.colours(plddt))
     strokes = axis.collections[1::2]  # each upon its wider outline; five between two residues
     shades = [to_hex(stroke.get_color()[0]).upper() for stroke in strokes]
+    assert [stroke.get_linewidths()[0] for stroke in strokes].count(4.5) == 3 + 5 * 11  # of twelve residues
     expected = {"#0053D6": 28, "#65CBF3": 30, "#FFDB13": 30, "#FF7D45": 27}
     assert {shade: shades.count(shade) for shade in expected} == expected
     curve = fold_pictures.smooth(places)
@@ -265,6 +268,7 @@ def test_a_picture_has_the_map_the_fold_and_the_experiment(tmp_path, monkeypatch
     fold_pictures.write_picture(tmp_path / "x.png", m, atoms, np.repeat([95.0, 55.0], 12))
     figure, = figures
     assert [axis.get_title() for axis in figure.axes][1:] == ["predicted fold", "experiment; TM-score 1.00"]
+    assert [len(axis.images) for axis in figure.axes] == [1, 0, 0]  # the map
     ours, theirs = (axis.collections[-1].get_segments()[0] for axis in figure.axes[1:])
     assert ours == pytest.approx(theirs, abs=1e-3)  # turned alike
     labels = [text.get_text() for text in figure.legends[0].get_texts()]

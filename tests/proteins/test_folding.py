@@ -50,6 +50,20 @@ def test_orientations_make_a_fold_of_a_blurred_distogram(quick):
     assert found.gap > without.gap + 5 and "orientations" not in without.terms
 
 
+@pytest.mark.parametrize("size, starts, folded", [(100, 16, 8), (300, 8, 8), (1000, 2, 2)])
+def test_long_chains_have_fewer_starts(size, starts, folded, monkeypatch):
+    """As many as 400,000 pairs of residues allow, 2 at least; four at most are folded on, by both hands."""
+    asked = []
+    monkeypatch.setattr(folding, "spread", lambda p, centres, starts, _: asked.append(starts) or p.new_zeros(
+        starts, size, folding.DIMENSIONS))
+    monkeypatch.setattr(folding, "fold_traces", lambda _, points, told: (points, points.sum((1, 2))))
+    monkeypatch.setattr(folding, "fold_frames", lambda _, traces, **given: traces)
+    monkeypatch.setattr(folding, "best_of", lambda _, atoms, *given: len(atoms))
+    monkeypatch.setattr(folding, "DIMENSIONS", 3)
+    assert folding.folded(torch.zeros(size, size, 2), CENTRES[:2], "A" * size) == folded
+    assert asked == [starts]
+
+
 @pytest.mark.parametrize("fails", [0, 3])
 def test_an_error_in_either_half_is_raised_and_one_here_waits_for_no_other(fails):
     never, ended = threading.Event(), []

@@ -1,4 +1,6 @@
 """Folds: the geometry of built-in ones; which real chains are drawn, where they are cut, their tails."""
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -43,6 +45,18 @@ def test_helices_and_strands_are_centred_and_layouts_are_drawn_by_their_shares()
         drawn = layers.count({*zip(heights.tolist(), layout, strict=True)}) / size
         share = sum(one for one, other in zip(folds.SHARES, folds.LAYOUTS, strict=True) if other == layout)
         assert drawn == pytest.approx(share, abs=0.04), layout
+
+
+def test_strands_of_a_sheet_are_turned_by_20_degrees_each(monkeypatch):
+    """Without noise and loops; neighbours run in opposite directions."""
+    monkeypatch.setattr(folds, "slots", lambda *_: [("e", 4.8 * k, 0.0) for k in range(4)])
+    monkeypatch.setattr(folds, "route", lambda *_: range(4))
+    monkeypatch.setattr(folds, "loop", lambda *_: np.zeros((0, 3)))
+    drawn = SimpleNamespace(integers=lambda *_: 5, normal=lambda *_: 0.0)
+    strands = folds.backbone(drawn, 100).reshape(4, 5, 3)
+    assert np.ptp(strands[..., 0], axis=1) == pytest.approx(0) and strands[3, 0, 0] == pytest.approx(14.4)
+    _, y, z = ((strands[:, 4] - strands[:, 0]) * [[1], [-1], [1], [-1]]).T
+    assert np.rad2deg(np.arctan2(z, y)) == pytest.approx([0, -20, -40, -60])
 
 
 def test_side_chains_of_helices_point_back_to_their_beginning():

@@ -53,6 +53,10 @@ def test_a_coupling_by_hand():
     for site, share in ((5, 1), (3, 0.5 * 0.8)):
         assert matrix[0, :, site].numpy() == pytest.approx(share * coupling, abs=1e-5)
         assert torch.equal(matrix[site, :, 0], matrix[0, :, site].T)
+    drawn.uniform = lambda *shape: torch.full(shape, 0.95)  # 90% of the contacts are coupled,
+    assert not natural.couplings(drawn, distances).any()
+    drawn.factor = lambda *shape, **_: torch.full(shape, 1.2)  # of some families all
+    assert natural.couplings(drawn, distances).any()
 
 
 def test_letters_are_drawn_by_their_probabilities():

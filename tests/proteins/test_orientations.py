@@ -55,6 +55,7 @@ def test_bins_hold_their_angles(atoms):
         expected = np.floor((angle[near].rad2deg().numpy() - first) / 15) + 1
         assert np.array_equal(bins[name][near].numpy(), expected)
         assert bins[name].max() < orientations.BINS[name]
+    assert torch.equal(bins_of(atoms[:, :3]).long(), torch.stack([*bins.values()], dim=-1))  # by its own CB
 
 
 def test_half_a_turn_lies_in_the_last_bin():

@@ -294,6 +294,14 @@ def test_an_earlier_prediction_is_set_aside_before_the_first_file_is_written(tmp
     assert len(list(tmp_path.iterdir())) == 3 + 1 + 1 + 3
 
 
+def test_a_picture_that_fails_is_no_file_that_was_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prediction, "find_spec", lambda name: True)
+    for draw, written in ((1 / 2, ["x.rr"]), (len, ["x.rr", "x.png"])):  # a number cannot be called
+        headline, _ = prediction.finish(str(tmp_path / "x"), dict(name="x"), {".rr": len}, draw)
+        assert [os.path.basename(file) for file in headline["files"]] == written
+        assert ("x.png" in capsys.readouterr().out) is ("x.png" in written)
+
+
 @pytest.mark.parametrize("content", ["{}", '{"files": 5}', "no JSON"])
 def test_the_users_own_files_stay_and_what_moves_is_said(content, tmp_path, capsys):
     """The true structure may stand beside the alignment, where the results go."""
