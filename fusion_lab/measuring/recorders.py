@@ -10,7 +10,6 @@ import torch
 
 from fusion_lab.measuring import roctx
 from fusion_lab.measuring.ranges import ranges, sums_by_range
-from fusion_lab.training.errors import FAILED, UserError
 from fusion_lab.training.files import write_json
 from fusion_lab.training.machine import MEGABYTE
 from fusion_lab.training.words import counted
@@ -68,6 +67,7 @@ class Trace(Recorder):
     def __init__(self, config, num_steps):
         start = int(num_steps > 1)
         self.config, self.path, self.number, self.open_ranges = config, None, 0, []
+        self.missing = "no trace, since the run ended before its last steps"
         self.traced = max(1, min(config.profile_steps, (num_steps - start) // 2))
         self.steps_before_trace = self.ranges_from = num_steps - start - self.traced
         self.profiler = torch.profiler.profile(
@@ -79,9 +79,10 @@ class Trace(Recorder):
     def write(self, profiler):
         path = os.path.join(self.config.profile_dir, f"steps.{time.time_ns()}.pt.trace.json")
         profiler.export_chrome_trace(path)
-        if not os.path.exists(path):  # on a full disk PyTorch logs an error, removes the file and returns
-            raise UserError(f"cannot write {path}: is the disk full?", FAILED)
-        self.path = path
+        if os.path.exists(path):
+            self.path = path
+        else:  # on a full disk PyTorch logs an error, removes the file and returns
+            self.missing = f"cannot write {path}: is the disk full?"
 
     def begin(self):
         self.profiler.__enter__()
@@ -104,7 +105,7 @@ class Trace(Recorder):
         asked = self.config.profile_steps
         cut = f" (the run has no room for --profile-steps {asked})" if self.traced < asked else ""
         print(f"PyTorch profiler: trace of the last {counted(self.traced, 'step')}{cut}: {self.path}"
-              if self.path else "PyTorch profiler: no trace, since the run ended before its last steps")
+              if self.path else f"PyTorch profiler: {self.missing}")
 
 
 class OuterProfiler(Recorder):

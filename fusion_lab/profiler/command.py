@@ -93,6 +93,7 @@ def sessions(program, settings, arguments, train):
     earlier = earlier_session(arguments, settings.profiler)
     require_memory(program, choose_device(settings.training.device), settings)  # before anything is moved
     directory = RunDirectory(program, settings)
+    directory.named = "profile_dir" in vars(arguments)  # also if it is the default's name
     if arguments.ablation and not directory.named:
         directory.path += f"_ablation_{time.strftime('%Y%m%d_%H%M%S')}"
     directory = directory.claim().path

@@ -43,7 +43,8 @@ def read_lines(directory, study):
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
-            if not KEYS <= line.keys():
+            timed = [row for row in line["rows"] if row["name"] and "median_batch_time" in row]
+            if not KEYS <= line.keys() or not all("speedup" in row for row in timed):
                 raise ValueError
             lines[line["run"], study.label(line)] = line
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
@@ -109,8 +110,8 @@ def run_points(program, study, directory, lines, timeout, stop):
     todo, count = unfinished(study, lines), len(study.points())
     for done, (run, shape) in enumerate(todo, 1):
         started = time.monotonic()
-        # Not in /tmp, which may be small; a name of its own, because a comparison may outlive a killed study.
-        place = os.path.join(directory, f"running-{os.getpid()}")
+        # Not in /tmp, which may be small; a new one, because a comparison may outlive a killed study.
+        place = os.path.join(directory, f"running-{time.time_ns()}")
         result, reason = compare_apart(program, study.flags(shape), place, stop, timeout, patience=10)
         for left_behind in pathlib.Path(directory).glob("running-*"):
             shutil.rmtree(left_behind, ignore_errors=True)

@@ -74,6 +74,9 @@ def save(trainer, path):
         write_atomically(path, partial(torch.save, snapshot(trainer)))
 
 
+OTHER_RESULTS = (".json", ".jsonl", ".png", ".tsv")  # of a run, which would write over a checkpoint
+
+
 def outputs(trainer):
     """{path: whether the run goes on with what is in it} of the files that a run saves into. UserError, now
     rather than after hours of training: only a checkpoint of this program may be replaced."""
@@ -81,6 +84,8 @@ def outputs(trainer):
     paths = {flag(name): getattr(training, name) for name in ("save_checkpoint", "save_best")
              if getattr(training, name)}
     for name, path in paths.items():
+        if path.endswith(OTHER_RESULTS):
+            raise UserError(f"{name} {path}: so this run names other results; give it a name in .pt")
         above = os.path.dirname(os.path.dirname(os.path.realpath(path)))  # the last directory is made
         if not os.path.isdir(above) and not os.path.realpath(path).startswith(place + os.sep):
             raise UserError(f"{name} {path}: there is no directory {above}")
@@ -132,7 +137,7 @@ def understanding(what, path):
     """Within, an error that the content of a file leads to becomes a UserError that names the file."""
     try:
         yield
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         words = printable(error).strip()[:200]
         raise UserError(f"{what} {path}: damaged, or of another version ({words})") from None
 

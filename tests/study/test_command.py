@@ -144,15 +144,17 @@ def test_a_line_that_a_kill_cut_short_runs_again_and_a_whole_one_without_its_end
 
 
 @pytest.mark.parametrize("file, content", [
-    ("results.jsonl", "nonsense\n"), ("results.jsonl", '{"run": 1}\n'), ("config.json", "["),
-    ("config.json", {"num_runs": "2"}),
+    ("results.jsonl", "nonsense\n"), ("results.jsonl", '{"run": 1}\n'), ("results.jsonl", {"rows": None}),
+    ("results.jsonl", {"rows": [{"name": "fused", "median_batch_time": 1.0}]}),
+    ("config.json", "["), ("config.json", {"num_runs": "2"}),
     ("config.json", '{"study": {"variants": ["baseline"], "seq_lens": [8]}, "command": "", "created": ""}')])
 def test_files_of_another_form_are_one_line(fake, capsys, file, content):
     assert fake() == 0
     path = pathlib.Path("s", file)
     if isinstance(content, dict):  # changes of what is there
-        config = json.loads(path.read_text())
-        content = json.dumps(dict(config, study=config["study"] | content))
+        there = json.loads(path.read_text()) if file == "config.json" else lines_of()[0]
+        (there["study"] if file == "config.json" else there).update(content)
+        content = json.dumps(there) + "\n"
     path.write_text(content)
     for flags in ([], ["--dry-run"]):
         capsys.readouterr()

@@ -11,6 +11,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training.checkpoints import (
     load_run,
     optimizer_state,
+    outputs,
     read_checkpoint,
     refuse_leaks,
     restore,
@@ -178,6 +179,14 @@ def test_a_checkpoint_of_another_model_says_with_which_flags_it_fits(tmp_path):
         with pytest.raises(UserError, match="of another version") as caught:
             read_checkpoint(changed(path, trainer, config=gone), tof.PROGRAM, config)
         assert caught.value.code == USAGE and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["performance_summary_v2.json", "metrics.jsonl", "learning_curve.png"])
+def test_a_checkpoint_takes_no_name_of_other_results(name, tmp_path):
+    trainer = trainer_of(save_checkpoint=str(tmp_path / name))
+    with pytest.raises(UserError, match="--save-checkpoint .* names other results"):
+        outputs(trainer)
+    assert not list(tmp_path.iterdir())
 
 
 class Evil:
