@@ -774,7 +774,7 @@ def train(program, settings, compare_with=None, min_speedup=None):
         evaluations.evaluate(trainer, source, metrics, stop, print, final=True)
         signal = world.agreed_signal(stop)
         folder.write("performance_summary", summary.complete_and_print(result, metrics.by_step, earlier))
-        code = summary.too_slow(result, min_speedup)
+        code = summary.too_slow(result, min_speedup) or profiling.code
         peak = result["performance_summary"]["peak_memory_mb"]
         report = analysis.write_analysis(trainer, counts, times, peak, profiling)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(signal), report], signal)

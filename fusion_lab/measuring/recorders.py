@@ -10,6 +10,7 @@ import torch
 
 from fusion_lab.measuring import roctx
 from fusion_lab.measuring.ranges import ranges, sums_by_range
+from fusion_lab.training.errors import FAILED, OK
 from fusion_lab.training.files import write_json
 from fusion_lab.training.machine import MEGABYTE
 from fusion_lab.training.words import counted
@@ -67,7 +68,7 @@ class Trace(Recorder):
     def __init__(self, config, num_steps):
         start = int(num_steps > 1)
         self.config, self.path, self.number, self.open_ranges = config, None, 0, []
-        self.missing = "no trace, since the run ended before its last steps"
+        self.missing, self.unwritten = "no trace, since the run ended before its last steps", False
         self.traced = max(1, min(config.profile_steps, (num_steps - start) // 2))
         self.steps_before_trace = self.ranges_from = num_steps - start - self.traced
         self.profiler = torch.profiler.profile(
@@ -82,7 +83,7 @@ class Trace(Recorder):
         if os.path.exists(path):
             self.path = path
         else:  # on a full disk PyTorch logs an error, removes the file and returns
-            self.missing = f"cannot write {path}: is the disk full?"
+            self.missing, self.unwritten = f"cannot write {path}: is the disk full?", True
 
     def begin(self):
         self.profiler.__enter__()
@@ -175,6 +176,11 @@ class Profiling:
     def trace(self):
         """The trace's path, None where there is none."""
         return self.tracer and self.tracer.path
+
+    @property
+    def code(self):
+        """The exit code of a run that went well otherwise: FAILED if its trace could not be written."""
+        return FAILED if self.tracer and self.tracer.unwritten else OK
 
     def untraced(self, steps):
         """The entries of steps, which has one for each step that ran, that the profiler did not see; all, if

@@ -32,7 +32,7 @@ def run_session(program, settings, directory, train, roofline=False, earlier=Non
     code = train(program, settings)
     path = os.path.join(directory, ANALYSIS)
     if not os.path.exists(path):
-        raise UserError(f"{'interrupted' if code else 'ended'} before the trace, so there is no report",
+        raise UserError(f"{'interrupted' if code > 128 else 'ended'} before the trace, so there is no report",
                         code or FAILED)
     analysis = read_json(path)
     if roofline and not code:

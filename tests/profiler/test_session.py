@@ -9,13 +9,11 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.probe import probe
 from fusion_lab.measuring.ranges import RECOMPUTE
-from fusion_lab.measuring.recorders import Trace
 from fusion_lab.measuring.variants import fusion_named, with_fusion
 from fusion_lab.profiler import report
 from fusion_lab.profiler.command import run
 from fusion_lab.profiler.session import ablation_names, run_session
 from fusion_lab.training.errors import UserError, exit_code
-from fusion_lab.training.options import ProfilerConfig
 from tests.support import code_of, last_json, run_program
 from tests.tiny import flags_of, settings_of
 
@@ -31,13 +29,13 @@ def given(fused=True, **values):
     return with_fusion(settings, fusion).having(**values)
 
 
-def test_a_trace_that_is_not_written_is_said(tmp_path, capsys):
-    """PyTorch logs it and returns, as on a full disk; the run and its checkpoints go on."""
-    trace = Trace(ProfilerConfig(profile_dir=str(tmp_path / "gone"), profile_steps=1), 1)
-    trace.begin()
-    trace.step()
-    trace.end(failed=False)
-    assert trace.path is None and "is the disk full?" in capsys.readouterr().out
+def test_a_trace_that_is_not_written_costs_no_result_but_is_no_success(tmp_path, monkeypatch, capsys):
+    """PyTorch logs it and returns, as on a full disk."""
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda *_: None)
+    settings = given(enable_pytorch_profiler=True, num_steps=3, profile_dir=str(tmp_path),
+                     save_checkpoint=str(tmp_path / "run.pt"))
+    assert tof.train(PROGRAM, settings) == 1 and "is the disk full?" in capsys.readouterr().out
+    assert {"run.pt", "performance_summary_v2.json"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("checkpointing", [None, "selective", "activation"])
